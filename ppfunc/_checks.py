@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
-    """Check that the argument ``name`` is of a type, or of one of several.
+    """Check the type of the argument ``name``.
 
     Raises:
         TypeError: it is not; the message has the name, the value and ``expected``.
@@ -24,7 +24,7 @@ def require_type(name: str, value: Any, kind: Any, expected: str) -> None:
 
 
 def require_one_of(name: str, got: Any, known: Sequence[str]) -> None:
-    """Raise ValueError unless an option is one of the known names; suggest the nearest."""
+    """Raise ValueError for an option with an unknown name; suggest the nearest."""
     if got not in known:
         near = suggestion(got, known) if isinstance(got, str) else ""
         raise ValueError(f"{name}: got {got!r}, expected {' or '.join(map(repr, known))}{near}")
@@ -51,7 +51,7 @@ def require_counts(least: int = 1, /, **counts: object) -> None:
 
 
 def require_index(name: str, value: object, count: int) -> None:
-    """Check that the argument ``name`` is one of so many ranks or stages.
+    """Check that the argument ``name`` is the number of a rank or a stage.
 
     Raises:
         ValueError: it is no integer from 0 to ``count`` - 1.
@@ -120,11 +120,11 @@ def suggestion(name: str, names: Iterable[str]) -> str:
 
 
 def not_copied(kind: str, mend: str) -> Callable[..., NoReturn]:
-    """Make the ``__reduce__`` of what is bound to its process: copies and pickles raise TypeError.
+    """Make the ``__reduce__`` of an object that is bound to its process: copies and pickles raise TypeError.
 
     Args:
-        kind: of object, with its article.
-        mend: what to do instead.
+        kind: noun for the object, with its article.
+        mend: action to take instead, in words.
     """
 
     def refuse(self: object) -> NoReturn:

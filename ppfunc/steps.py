@@ -40,7 +40,7 @@ skips and ties.
 
 @contextmanager
 def reporting_mistakes(transport: Transport | None) -> Iterator[None]:
-    """Fail the next step of the other ranks if the body raises. The transport cannot be used afterwards.
+    """Fail the next step of the peers if the body raises. The transport cannot be used afterwards.
 
     Raises:
         TypeError: not a transport, or one that lacks a method.
@@ -59,7 +59,7 @@ def reporting_mistakes(transport: Transport | None) -> Iterator[None]:
 
 
 def reports_mistakes(make: Callable[P, R]) -> Callable[P, R]:
-    """Fail the next step of the other ranks if a call of ``make``, which takes a transport, raises."""
+    """Fail the next step of the peers if a call of ``make``, which takes a transport, raises."""
     n = list(signature(make).parameters).index("transport")  # not bound: that would raise for wrong names
     named = naming_arguments(make)
 
@@ -108,7 +108,7 @@ def value_and_grad(
         loss(params), torch.func.grad(loss)(params)
 
     Args:
-        stages: one pure function ``fn(params, x) -> y`` per stage of the model; trees of tensors in and out.
+        stages: pure functions ``fn(params, x) -> y``, one per stage of the model; trees of tensors in and out.
             None for stages that this process does not run. Or a :class:`ppfunc.Split`, which brings its skip
             connections and tied parameters. A stage takes extras and a state as further arguments, in this
             order, if the step is given them. It returns ``y``, or a :class:`ppfunc.Output` with a loss,
@@ -119,7 +119,7 @@ def value_and_grad(
         schedule: the program of every rank. It is proved before anything runs. Communication is placed if it
             has none. An instruction that a step would not carry out, such as ``STEP``, is refused.
         transport: carries the messages: ``InProcess()`` (the default) or ``P2P(group)``.
-        engine: how a stage is differentiated; or a list of engines, one per stage: the last differentiates
+        engine: differentiates a stage; or a list of engines, one per stage: the last differentiates
             the loss too. ``[graph, graph, functional]`` serves a loss such as ``ctc_loss``, whose shapes
             depend on values.
         loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each by default, with a warning
@@ -127,8 +127,8 @@ def value_and_grad(
             loss and gradients, even if its numbers are not finite: only its forward runs, for metrics and
             states. Weights on a device are not read by the host: such a microbatch runs, its loss is left
             out, and 0 times its gradients is added.
-        argnums: 0 to differentiate the loss in the parameters, 1 in the inputs, or a tuple of both, in either
-            order.
+        argnums: arguments to differentiate the loss in: 0 for the parameters, 1 for the inputs, or a tuple of
+            both, in either order.
         has_aux: whether to return ``aux`` of the loss function, metrics and state too.
         return_losses: whether to return the loss of every microbatch too.
         return_outputs: whether to return the outputs of the last stage too, as :func:`evaluate` does.
@@ -265,9 +265,9 @@ def evaluate(
     """Make a function that runs the stages forward only: ``step(params, inputs, targets) -> loss``.
 
     Args:
-        stages, transport, loss_weights, has_aux, return_losses, loss_shape, tied: as in
+        stages, transport, loss_weights, has_aux, return_losses, loss_shape, tied: see
             :func:`value_and_grad`.
-        loss_fn: as in :func:`value_and_grad`; None to compute outputs or metrics only.
+        loss_fn: see :func:`value_and_grad`; None to compute outputs or metrics only.
         schedule: any schedule; the backwards of one for training are left out.
         return_outputs: return the outputs of the last stage.
         engine: makes the forward of a stage, the last with the loss: the same bits as in a training step with
@@ -311,11 +311,11 @@ def evaluate(
 
 
 def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Return what a step function or a stage returns, as tensors on the device meta, and run nothing.
+    """Return the results of a step function or a stage as tensors on the device meta, and run nothing.
 
     Args:
-        fn: what :func:`value_and_grad` or a sibling returns, or a stage ``fn(params, x, *extras)``.
-        args, kwargs: of a call; tensors may be on the device meta. Where ranks are processes, every one calls
+        fn: step function of :func:`value_and_grad` or a sibling, or a stage ``fn(params, x, *extras)``.
+        args, kwargs: arguments of a call; tensors may be on the device meta. Where ranks are processes, every one calls
             it for a step.
 
     Raises:
@@ -416,9 +416,9 @@ def make_step(
     Args:
         read: ``(*arguments of a call) -> RawArguments``, or a list of those of several steps.
         returned: ``(results) -> return value of a call``; by default the results that the spec wants.
-        loss_weights: of a call that gives none of its own.
+        loss_weights: weights of the microbatches in a call that gives no weights, [m].
         training: the schedule has to have backwards.
-        programs: those of a step function with the same stages, to be shared.
+        programs: programs of a step function with the same stages, to be shared.
 
     Raises:
         ScheduleError, TypeError, ValueError: as :func:`value_and_grad`.
@@ -507,7 +507,7 @@ def _require_honoured(schedule: Schedule, spec: StepSpec) -> None:
 
 
 def map_stages(stages: Sequence[Stage | None], transform: Callable[[Stage], Stage]) -> list[Stage | None]:
-    """Transform the stages; equal ones stay equal, so that they share their programs."""
+    """Transform the stages; equal stages stay equal, so that they share their programs."""
     transformed = {id(fn): transform(fn) for fn in stages if callable(fn)}
     return [transformed.get(id(fn), fn) for fn in stages]
 

@@ -116,7 +116,7 @@ class StepFunction(Generic[P, R]):
         """Run one step and measure it; where ranks are processes, every one calls it.
 
         Args:
-            args, kwargs: as of a call. A first call traces and compiles before the times begin.
+            args, kwargs: arguments of a call. A first call traces and compiles before the times begin.
 
         Returns:
             The return value of a call, and on every rank the timeline of all ranks, in seconds from the first
@@ -169,7 +169,7 @@ class StepFunction(Generic[P, R]):
         """Lower the step for these arguments, and run nothing; where ranks are processes, every one calls it.
 
         Args:
-            args, kwargs: as of a call. Tensors may be on the device meta, and trees may be signatures.
+            args, kwargs: arguments of a call. Tensors may be on the device meta, and trees may be signatures.
         """
         from .paper.analysis import LoweredFunction
 
@@ -184,10 +184,10 @@ class StepFunction(Generic[P, R]):
         return LoweredFunction(lowered, self.pipeline.programs, self.pipeline.transport, runner)
 
     def eval_shape(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Return what a call returns, with all tensors on the device meta, and run nothing.
+        """Return the results of a call with all tensors on the device meta, and run nothing.
 
         Args:
-            args, kwargs: as of :meth:`lower`.
+            args, kwargs: arguments of :meth:`lower`.
         """
         from .paper.analysis import shapes_of
 
@@ -220,7 +220,7 @@ class StepFunction(Generic[P, R]):
         return self._siblings[more]
 
     def cache_info(self) -> CacheInfo:
-        """Count the calls that found their program compiled, and those that did not."""
+        """Count the calls that found their program compiled, and the calls that compiled it."""
         return self._compiled.info()
 
     def cache_clear(self) -> None:
@@ -373,13 +373,13 @@ class CacheInfo(NamedTuple):
 
 
 class Guards(NamedTuple):
-    """Note what the stages of a step read beside their arguments: it may run for the same values only.
+    """Note the values that stages read beside their arguments: a compiled step runs for the same values only.
 
     Args:
-        states: of these values, with what watches them.
-        ambient: what torch holds, such as autocast.
-        mode: of all modules.
-        changed: what has changed of these values since the first step, to compare with other ranks.
+        states: state of these values, with the watch that reads it.
+        ambient: state of torch, such as autocast.
+        mode: mode of all modules.
+        changed: values that have changed since the first step, in JSON, to compare with other ranks.
     """
 
     states: tuple[tuple[Watch, State], ...]
@@ -405,7 +405,7 @@ class Guards(NamedTuple):
 
     @property
     def changes(self) -> str:
-        """Name what has changed; empty if nothing has."""
+        """Name the values that have changed, in words."""
         texts = chain.from_iterable(changes(then, watch.state()) for watch, then in self.states)
         torchs = [] if self.ambient == ambient() else ["another autocast, default dtype or mode of torch"]
         return ", ".join([*dict.fromkeys(texts), *torchs][:4])
@@ -423,11 +423,11 @@ class Entry(NamedTuple):
     """Keep a compiled step with the conditions under which it may run.
 
     Args:
-        form: of the arguments of the last call that ran it.
+        form: form of the arguments of the last call that ran it.
         agreed: the facts that the ranks agreed on for it.
-        guards: what the stages read beside their arguments.
+        guards: values that the stages read beside their arguments.
         compiled: the step.
-        layouts: how its DTensors lie.
+        layouts: layouts of its DTensors.
     """
 
     form: StepForm
@@ -443,7 +443,7 @@ class CompiledSteps:
     Several threads may use it. Its :class:`Agreement` has the facts that the ranks agreed on.
 
     Args:
-        pipeline: of the step function.
+        pipeline: the parts of the step function.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -510,7 +510,7 @@ class CompiledSteps:
         return entry
 
     def info(self) -> CacheInfo:
-        """Count the calls that found their step compiled, and those that did not."""
+        """Count the calls that found their step compiled, and the calls that compiled it."""
         return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._entries))
 
     def clear(self) -> None:
@@ -525,7 +525,7 @@ class CompiledSteps:
         """Begin a step with the peers.
 
         Args:
-            shapes: of the batch, where they are known to be those of the last call.
+            shapes: shapes of the batch, if it has the form of the last call.
         """
         form, last = steps[0].form, self.last
         # A process that was given no batch learns its shapes.
@@ -536,7 +536,7 @@ class CompiledSteps:
         return exchange
 
     def _cached(self, form: StepForm, agreed: Agreed | None) -> Entry | None:
-        """Return the entry that holds for arguments of this form, if there is one; under the lock."""
+        """Find the entry that holds for arguments of this form; called under the lock."""
         for n, entry in enumerate(self._entries):
             if entry.agreed is agreed and entry.form.key == form.key and entry.guards.hold():
                 self._hits += 1
@@ -546,7 +546,7 @@ class CompiledSteps:
         return None
 
     def _build(self, arguments: StepArguments, exchange: Exchange) -> Entry:
-        """Lower, compile and keep a step; return that of another thread, if one has built it meanwhile."""
+        """Lower, compile and keep a step. Return the entry of another thread that has built it meanwhile."""
         if getattr(self._building, "active", False):
             raise RuntimeError(
                 f"a stage calls the step function that it is part of ({self._pipeline.spec.name}); call a"
@@ -620,7 +620,7 @@ def _warn_of_rows(form: StepForm) -> bool:
 
 
 def _warn_of_retraces(pipeline: Pipeline, now: StepForm, last: Entry) -> None:
-    """Warn once that a step function traces again and again, and say what changed."""
+    """Warn once that a step function traces again and again, and name the change."""
     what = _difference(now, last.form) or f"{last.guards.changes} changed"
     fixed = pipeline.programs.dynamic or not all(getattr(fn, "sizes_vary", True) for fn in pipeline.stages)
     varying = "" if fixed else "let sizes vary, engine=ppfunc.engines.graph(dynamic=True), "

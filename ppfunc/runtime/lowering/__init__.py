@@ -1,4 +1,4 @@
-"""Lower a step to what every instruction means for given shapes; ranks agree on it.
+"""Lower a step to the meaning of every instruction for given shapes; ranks agree on it.
 
 ::
 

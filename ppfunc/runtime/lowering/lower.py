@@ -36,19 +36,19 @@ class StepSpec(NamedTuple):
     """Name the results that the caller wants of a step, and how they are formed.
 
     Args:
-        name: of the function that made it.
+        name: name of the function that made it.
         wants: fields of :class:`~ppfunc.runtime.StepResult`, of ``"loss"``, ``"grads"``, ``"input_grads"``,
             ``"outputs"``, ``"aux"``, ``"losses"``.
         per_microbatch: keep the gradients of microbatches apart.
         loss_shape: shape of the loss of one microbatch.
         overlapped: runs the two parts of an ``OVERLAP_F_B``; by default one after the other.
         tied: the places of tied parameters.
-        sum_dtype: of the sums of gradients, where that of a parameter is narrower.
+        sum_dtype: dtype of the sums of gradients, where the dtype of a parameter is narrower.
         updates: whether parameters are updated, by REDUCE_GRAD and STEP, which are refused without it.
         sharded: whether updated parameters are whole only between UNSHARD and RESHARD.
         finite: fail a step whose loss or gradients are not finite.
         frozen: the parameters that get zeros as gradients.
-        options: of a trainer, terms separated by ``"; "`` that ranks compare.
+        options: options of a trainer, terms separated by ``"; "`` that ranks compare.
         primal: the key of the parameters proper where a transform has added tangents to them, such as
             ``"0."``.
     """
@@ -91,15 +91,15 @@ class Pipeline(NamedTuple):
     """Hold the parts of a step function.
 
     Args:
-        stages, loss_fn: of the model; None for stages of other processes.
+        stages, loss_fn: functions of the model; None for stages of other processes.
         schedule: proved, with communication placed.
         transport: carries messages between processes.
         spec: the results that the caller wants.
-        programs: of the stages; step functions with the same stages may share them.
-        ranks: those of this process.
+        programs: programs of the stages; step functions with the same stages may share them.
+        ranks: ranks of this process.
         order: the steps of this process as they run, each its rank and its position.
-        number: of the step function; ranks make theirs in the same order.
-        loss_weights: of a call that gives none of its own; None for ``1/m`` each.
+        number: number of the step function; ranks make theirs in the same order.
+        loss_weights: weights in a call that gives no weights, [m]; None for ``1/m`` each.
     """
 
     stages: Sequence[Stage | None]
@@ -137,7 +137,7 @@ class Edge(NamedTuple):
 
     Args:
         stage: the stage of the schedule at the other end, ``BATCH`` for the batch.
-        signature: of the value that travels.
+        signature: signature of the value that travels.
     """
 
     stage: int
@@ -171,12 +171,12 @@ class LoweredStage(NamedTuple):
     """Describe a stage for one form of its arguments.
 
     Args:
-        model_stage: its number in the model.
+        model_stage: number of the stage in the model.
         call: the stage with its loss and its arguments.
         params: signature of its parameters; the leaves with ``grad`` get gradients.
         outline: the evaluation of the call.
-        sources: where the parts of its input come from: the stage before or the batch, then skip connections.
-        sinks: where its output goes: the stage after it, if any, then skip connections.
+        sources: edges of its input: from the stage before or the batch, then skip connections.
+        sinks: edges of its output: to the stage after it, if any, then skip connections.
         loss: signature of the loss, None where the stage has none.
         outputs, metrics, aux, state: signatures of the results that are not differentiated, in their order;
             ``aux`` is that of the loss function.
@@ -212,9 +212,9 @@ class LoweredStep(NamedTuple):
     Args:
         schedule: proved, with communication placed.
         spec: the results that the caller wants.
-        form: of the arguments.
-        ranks: those of this process.
-        order: its steps as they run, each its rank and its position.
+        form: form of the arguments.
+        ranks: ranks of this process.
+        order: steps of this process as they run, each its rank and its position.
         stages: the stages of this process, by (stage of the schedule, microbatch).
         losses: form of the losses of the stages of this process, by stage of the schedule.
         drawing: the stages of the model, of this process, that are known to draw random numbers.
@@ -565,7 +565,7 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
 
 
 def _same_state(before: Signature, state: Signature) -> bool:
-    """Tell whether a state has the form of the one before; a plain tensor may stand for a local one."""
+    """Tell whether a state has the form of the state before; a plain tensor may stand for a local tensor."""
     laid = all(
         new.layout in (None, old.layout) for old, new in zip(before.leaves, state.leaves, strict=False)
     )

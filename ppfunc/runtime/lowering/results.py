@@ -27,15 +27,15 @@ _KEPT = "outputs", "metrics", "aux"  # of a stage for the caller, in this order 
 
 
 class Aux(NamedTuple):
-    """Hold what the stages and the loss function of this process return beside activations and losses.
+    """Hold the results of stages and loss function of this process beside activations and losses.
 
     Their tensors carry no gradient. Those of microbatches have a leading axis of the microbatches that this
     process ran, ascending, step after step. Where they differ in form they are Microbatches, with None for
     those without.
 
     Args:
-        metrics: of the stages, trees by stage of the model.
-        state: of the stages, trees by stage of the model, after the last microbatch.
+        metrics: metrics of the stages, trees by stage of the model.
+        state: states of the stages, trees by stage of the model, after the last microbatch.
         loss: the tree ``aux`` of a loss function that returns ``(loss, aux)``; None on ranks that run no last
             stage.
     """
@@ -53,7 +53,7 @@ class StepResult(NamedTuple):
         grads: the gradients of the parameters of this process, ``{stage of the model: tree}``.
         input_grads: the gradients of the inputs of the first stages of this process, in the form of the
             inputs; None if it runs no first stage.
-        outputs: of the last stages of this process, in the form of the inputs; None if it runs no
+        outputs: results of the last stages of this process, in the form of the inputs; None if it runs no
             last stage.
         aux: metrics, state and what comes with the loss, :class:`Aux`.
         losses: the losses of all microbatches in their order, [m, *shape of a loss], on every rank. They are
@@ -189,7 +189,7 @@ def _rows(lowered: LoweredStep, buffers: Buffers, stages: Sequence[int], name: s
     """List a tree that stages keep for the caller, for every microbatch of every step that this process ran.
 
     Args:
-        name: one of ``_KEPT``.
+        name: field of :class:`LoweredStage`, an item of ``_KEPT``.
     """
     chains = {stage: chain for chain in lowered.schedule.chains for stage in chain.stages}
     keys = [
@@ -296,7 +296,7 @@ def sum_texts(texts: Sequence[str], parts: Mapping[int, LossPart]) -> torch.Tens
 
 
 class Owned:
-    """Copies a tensor unless it is the only one that uses its memory, so that results belong to the caller.
+    """Copies a tensor unless nothing else uses its memory, so that results belong to the caller.
 
     Args:
         arguments: tensors of the caller, whose memory results must not share; read at the first call.

@@ -53,9 +53,9 @@ class StageCall(NamedTuple):
     Args:
         function: the stage with its loss.
         example: ``(params, x, *extras)``: signatures, or trees of tensors.
-        name: of the stage, in errors.
-        device: on which it computes.
-        stage: of the model.
+        name: name of the stage, in errors.
+        device: device on which it computes.
+        stage: number of the stage in the model.
     """
 
     function: StageFunction
@@ -81,7 +81,7 @@ class StageCall(NamedTuple):
 
     @property
     def sizeless(self) -> "StageCall":
-        """Return what is equal for calls that differ in sizes of inputs and extras alone."""
+        """Return the call with all sizes of inputs and extras replaced by 0."""
         no_sizes = [
             replace(tree, leaves=tuple(replace(leaf, shape=(0,) * len(leaf.shape)) for leaf in tree.leaves))
             for tree in self.sizes
@@ -90,7 +90,7 @@ class StageCall(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return what engines take beside the function and the example."""
+        """Return the keyword arguments of an engine."""
         return {"has_aux": True, "name": self.name, "device": self.device}
 
 
@@ -99,10 +99,10 @@ class _Evaluated(NamedTuple):
 
     Args:
         function: the one evaluated; kept alive, since keys have its ``id``.
-        trained: which of their own parameters were not frozen.
+        trained: flags of the parameters of its modules: False for a frozen parameter.
         outline: the evaluation.
         programs: the program that was built of it, if one was.
-        sizes: of its inputs and extras.
+        sizes: signatures of its inputs and extras.
         range: holds the sizes among them that are symbols, None without any.
     """
 
@@ -114,7 +114,7 @@ class _Evaluated(NamedTuple):
     range: SizeRange | None = None
 
     def holds(self) -> bool:
-        """Tell whether the modules train what they did."""
+        """Tell whether the modules train the same parameters as before."""
         return self.trained == _trained(self.outline)
 
     def of(self, numbers: Numbers, call: StageCall) -> "_Evaluated":
@@ -155,7 +155,7 @@ class StagePrograms:
         return call.key, id(self._engine_of(call)), *states
 
     def states(self, function: StageFunction) -> Iterator[tuple[Watch, State]]:
-        """Yield what watches the values that a stage and its loss read from elsewhere, and their state."""
+        """Yield the watch of the values that a stage and its loss read from elsewhere, and their state."""
         for fn in filter(None, (function.fn, function.loss_fn)):
             read = reads(fn)
             if id(read) not in self._watches:
@@ -164,7 +164,7 @@ class StagePrograms:
             yield watch, watch.state()
 
     def changes(self, call: StageCall) -> Iterator[tuple[str, str]]:
-        """Yield names of what other ranks read too, and what of it has changed since the first step."""
+        """Yield names of the functions that other ranks run too, and their changes since the first step."""
         whole = reads(call.function.fn) is not call.function.fn
         names = "the model" if whole else f"stage {call.stage}", "the loss"
         for name, (watch, state) in zip(names, self.states(call.function), strict=False):
@@ -173,7 +173,7 @@ class StagePrograms:
                 yield name, f"{', '.join(told[:3])} ({digest(repr(told))})" if told else ""
 
     def outline(self, call: StageCall) -> Outline:
-        """Evaluate a stage without values, or return the earlier evaluation of an equal one.
+        """Evaluate a stage without values, or return the earlier evaluation of an equal call.
 
         Raises:
             StageError: it cannot be evaluated.
@@ -211,7 +211,7 @@ class StagePrograms:
         return _Evaluated(function, _trained(evaluation), evaluation, [], call.sizes, range)
 
     def _numbered(self, call: StageCall, known: list[_Evaluated]) -> _Evaluated | None:
-        """Evaluate a stage, and build its program, by those for sizes that are symbols.
+        """Evaluate a stage, and build its program, by the program for sizes that are symbols.
 
         Args:
             known: evaluations of calls that differ in sizes alone; with one more afterwards, if none was for
@@ -251,7 +251,7 @@ class StagePrograms:
         return one.of(numbers, call)
 
     def program(self, call: StageCall, evaluation: Outline) -> StageProgram:
-        """Build the program of a stage, or return that of an equal one.
+        """Build the program of a stage, or return the program of an equal call.
 
         Args:
             evaluation: the result of :meth:`outline` for this call.

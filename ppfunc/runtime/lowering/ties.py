@@ -35,7 +35,7 @@ TiedPlaces = Mapping[str, Sequence[tuple[int, str]]] | None
 def read_tied(
     tied: TiedPlaces, schedule: Schedule, prefixes: Sequence[str] = ("",), of_split: TiedPlaces = None
 ) -> Tied:
-    """Read tied parameters as the caller gives them, and those that a split has tied.
+    """Read tied parameters as the caller gives them, and tied parameters of a split.
 
     Args:
         prefixes: the keys of the trees in the parameters of a transformed stage, such as ``"0"`` and
@@ -91,9 +91,9 @@ class SharedLeaf(NamedTuple):
     """Describe one leaf that several stages hold.
 
     Args:
-        name: for errors.
+        name: name in errors.
         homes: the rank of every place, in the order of the stages.
-        places: those in this process, in the order of the stages.
+        places: places in this process, in the order of the stages.
     """
 
     name: str
@@ -109,7 +109,7 @@ def shared_leaves(
     Two processes list those that both hold in one order.
 
     Args:
-        ranks: those of this process.
+        ranks: ranks of this process.
         params: signatures of its parameters, by stage of the model.
 
     Raises:
@@ -152,7 +152,7 @@ def shared_leaves(
 
 
 def _without_tangents(params: Mapping[int, Signature], places: Sequence[tuple[int, str]]) -> bool:
-    """Tell whether `read_tied` made these places for tangents of integer leaves, which have none."""
+    """Tell whether `read_tied` made these places for tangents of integer leaves, which do not exist."""
     return any(
         leaf.startswith("1.") and leaf not in (names := leaf_names(params[k])) and f"0{leaf[1:]}" in names
         for k, leaf in places
@@ -214,7 +214,7 @@ def require_same_forms(
 
     Args:
         by_rank: results of :func:`shared_forms`.
-        agreed: that of all ranks before, if they have agreed.
+        agreed: forms of all ranks before, if they have agreed.
     """
     before = [] if agreed is None else [("all had", agreed)]
     now = [(f"rank {rank} has", forms) for rank, forms in by_rank.items()]
@@ -263,7 +263,7 @@ def require_same_values(
 
 
 def differs(what: str, here: str, there: str) -> str:
-    """Describe what differs between two places of a parameter."""
+    """Describe a difference between two places of a parameter."""
     return f"{what} {here} than {there}; give all places the same"
 
 
@@ -287,8 +287,8 @@ def require_declared(
     unless one of them is tied.
 
     Args:
-        forms: of the parameters.
-        extents: of all leaves, bytes from the first element to the last.
+        forms: signatures of the parameters.
+        extents: extent of each leaf, from its first element to its last, in bytes.
         primal: prefix of the names of parameters that are no tangents.
     """
     leaves = [leaf for stage in forms for leaf in params[stage]]
@@ -320,7 +320,7 @@ def sharing(tensors: Sequence[torch.Tensor], extents: Sequence[int]) -> Iterator
     """Find tensors whose memory overlaps, as pairs of numbers; views that lie between each other count too.
 
     Args:
-        extents: of each tensor, bytes from its first element to its last.
+        extents: extent of each tensor, from its first element to its last, in bytes.
     """
     # What is transformed has no memory to look at.
     addresses = [0 if is_wrapped(t) else t.data_ptr() for t in tensors]

@@ -1,4 +1,4 @@
-"""Say what a step asks of others: messages between stages, sums among ranks, control.
+"""Define the ports of a step: messages between stages, sums among ranks, control.
 
 ::
 

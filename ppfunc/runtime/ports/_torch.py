@@ -68,7 +68,7 @@ def communicator(backend: str, store: Any, ranks: Sequence[int], place: int, tim
 
 
 def begin_nccl(group: Any, device: torch.device) -> None:
-    """Begin a new NCCL communicator; all of its ranks call it, and none waits for another in it."""
+    """Begin a new NCCL communicator; all of its ranks call it, and no rank waits for another in it."""
     _OPEN[group] = threading.Lock()
     with on_device(device):
         group.eager_connect_single_device(device)
@@ -102,7 +102,7 @@ def connect_nccl(group: Any, place: int, size: int, device: torch.device, messag
 
 @contextmanager
 def in_use(group: Any) -> Iterator[None]:
-    """Hold up an abort of an NCCL communicator, which frees what a thread that gives it operations uses.
+    """Hold up an abort of an NCCL communicator, which would free memory that a thread in this block uses.
 
     Raise RuntimeError where an abort has begun and does not end.
     """
@@ -117,7 +117,7 @@ def in_use(group: Any) -> Iterator[None]:
 
 @contextmanager
 def coalesced(group: Any) -> Iterator[list[Any]]:
-    """Issue the operations of a block as one; the list that it yields gets the work, also if they raise.
+    """Issue the operations of a block together; the list that it yields gets the work, also if they raise.
 
     NCCL counts the blocks of a thread over all communicators, and issues nothing before all have ended.
     """
@@ -189,7 +189,7 @@ class Aborts:
         self._begun: dict[int, tuple[Any, threading.Thread | None]] = {}
 
     def begin(self, groups: Iterable[Any]) -> None:
-        """Begin to end those that are new."""
+        """Begin to end the communicators that are new."""
         with self._lock:
             for group in groups:
                 if id(group) not in self._begun:
@@ -245,7 +245,7 @@ def drop_when_done(device: torch.device, under_way: list[UnderWay]) -> None:
 
 
 def _aside(work: Callable[[], None], name: str) -> threading.Thread | None:
-    """Run ``work`` in a thread that the end of the process waits for; None if the interpreter is ending."""
+    """Run ``work`` in a thread that the end of the process waits for; not if the interpreter is ending."""
 
     def run(last: list[Callable[[], None]]) -> None:
         try:
@@ -293,27 +293,27 @@ def host_of(store: Any) -> str | None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return the timeout of the operations of a group; that of torch where its backend does not tell."""
+    """Return the timeout of the operations of a group; torch's default where its backend does not tell."""
     with suppress(AttributeError, RuntimeError):
         return _backend(group).options._timeout
     return default_pg_timeout
 
 
 def backend_of(group: dist.ProcessGroup) -> str | None:
-    """Return the backend of a group for the device that computes; a group may have one for each kind."""
+    """Return the backend of a group for the device that computes; a group may have several."""
     by_device = _backends(group)
     return by_device.get(kinds()[-1]) or next(iter(by_device.values()), None)
 
 
 def carried_by(backend: str) -> str | None:
-    """Return the kind of device whose tensors a backend carries; None where it is not known."""
+    """Return the kind of device whose tensors a backend carries. Return None for an unknown backend."""
     known = backend.upper() in dist.Backend._plugins and backend not in _WITHOUT
     devices = dist.Backend.backend_capability[backend] if known else ()
     return CARRIES.get(backend) or next((kind for kind in reversed(kinds()) if kind in devices), None)
 
 
 def lacking(group: dist.ProcessGroup) -> str:
-    """Name what P2P needs of a group's backend, and the backend has not: nothing if it has all."""
+    """List the methods that P2P needs of a group's backend, and that it lacks, in words."""
     backend, made = str(backend_of(group)), type(_backend(group))
     if carried_by(backend) is None:
         return "messages"
@@ -334,7 +334,7 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def gloo_of(group: dist.ProcessGroup) -> Any:
-    """Return the part of a group that is gloo, with a connection to each rank, or None."""
+    """Return the part of a group that is gloo, with a connection to each rank. Return None without gloo."""
     return group._get_backend(torch.device("cpu")) if _backends(group).get("cpu") == "gloo" else None
 
 

@@ -1,4 +1,4 @@
-"""Define what a step asks of others: sums among ranks, and a transport for its messages and its control.
+"""Define the ports of a step: sums among ranks, and a transport for its messages and its control.
 
 The methods of a transport here are right where no rank lives in another process: :class:`InProcess` inherits
 them. Any other transport has to define all of them, see :func:`without_method`.
@@ -47,8 +47,8 @@ class Collective:
     then.
 
     Args:
-        size: how many ranks.
-        index: of this rank among them.
+        size: number of ranks.
+        index: number of this rank among them.
         guard: calls what waits for an operation, and translates its errors into those of the transport.
         require_carried: raises for a device whose tensors the backend does not carry.
     """
@@ -67,14 +67,14 @@ class Collective:
         self._begun = 0
 
     def let_go(self) -> list[_torch.UnderWay]:
-        """Forget the communicator; return what is under way on it."""
+        """Forget the communicator; return the operations under way on it."""
         under_way: list[_torch.UnderWay] = [([work], tensors) for work, tensors in self._running.values()]
         self.group = None
         self._running.clear()
         return under_way
 
     def all_reduce(self, tensor: torch.Tensor, op: Literal["sum", "max"] = "sum") -> Wait:
-        """Replace a contiguous tensor by the sum, or the largest, of those of all ranks."""
+        """Replace a contiguous tensor by the sum, or the largest, of the tensors of all ranks."""
         return _nothing if self.size == 1 else self._begin(_torch.all_reduce, tensor, op)
 
     def reduce_scatter(self, tensor: torch.Tensor, part: torch.Tensor) -> Wait:
@@ -85,7 +85,7 @@ class Collective:
         return self._begin(_torch.reduce_scatter, part, tensor)
 
     def all_gather(self, part: torch.Tensor) -> tuple[torch.Tensor, Wait]:
-        """Gather the tensors [n] of all ranks one after the other: a new tensor [size * n]."""
+        """Concatenate the tensors [n] of all ranks, in their order: a new tensor [size * n]."""
         if self.size == 1:
             return part, _nothing
         whole = part.new_empty(part.numel() * self.size)
@@ -94,10 +94,10 @@ class Collective:
     def all_to_all(
         self, sent: torch.Tensor, receives: Sequence[int], sends: Sequence[int]
     ) -> tuple[torch.Tensor, Wait]:
-        """Send a part of a flat tensor to each rank; gather what all send to this one, in a new tensor.
+        """Send a part of a flat tensor to each rank; gather the parts for this rank in a new tensor.
 
         Args:
-            receives, sends: how many elements each rank sends to this one, and gets from it.
+            receives, sends: number of elements that each rank sends to this one, and gets from it.
         """
         received = sent.new_empty(sum(receives))
         return received, self._begin(_torch.all_to_all, received, sent, list(receives), list(sends))
@@ -110,7 +110,7 @@ class Collective:
         Each rank adds up an equal part of the elements, so that about as much travels as in a ring.
 
         Args:
-            rows: those of this rank, in order; tensors of one dtype, of the same shapes in each row.
+            rows: rows of this rank, in order; tensors of one dtype, of the same shapes in each row.
             owners: the index of the rank of every row, in the order of the sum.
 
         Returns:
@@ -168,7 +168,7 @@ class Route(NamedTuple):
     """Name the messages of one direction from one rank to another.
 
     Args:
-        direction: as in :class:`Tag`.
+        direction: see :class:`Tag`.
         sender, receiver: two ranks.
     """
 
@@ -185,7 +185,7 @@ class Transfer(NamedTuple):
         tag: the name of the message; the tensors are popped from, or put into, ``buffers.values[tag]``.
         peer: the rank at the other end.
         leaves: shape and dtype of each tensor, agreed at both ends before data moves.
-        device: where received tensors are to live.
+        device: device of received tensors.
     """
 
     outgoing: bool
@@ -227,10 +227,10 @@ class Transport(Protocol):
         has_other_pipelines: other pipelines may hold the stages of this one.
         mixes_batches: stages communicate with ranks of other batches: none of these may be left out.
         compares_layouts: :meth:`ready` knows the ranks that compute parts of the same stages.
-        mesh: of the ranks that train together; None for one pipeline.
+        mesh: ranks that train together, as a mesh; None for one pipeline.
         axes: the names of its axes.
-        shard: what a trainer cuts over the data ranks.
-        device: of tensors that belong to no stage.
+        shard: state that a trainer cuts over the data ranks.
+        device: device of tensors that belong to no stage.
         generation: the number of failures so far; what was agreed before a failure has to be agreed again.
     """
 
@@ -253,8 +253,8 @@ class Transport(Protocol):
         """Open the communicators of these routes and of the collectives. Collective, idempotent.
 
         Args:
-            routes: of all ranks.
-            devices: where the stages of this rank compute.
+            routes: directions of the messages of all ranks.
+            devices: devices of the stages of this rank.
 
         Raises:
             ValueError: the tensors of a device cannot be carried.
@@ -281,7 +281,7 @@ class Transport(Protocol):
         return tuple(range(ranks))
 
     def register_step(self) -> int:
-        """Return the number of one more step function; ranks make theirs in the same order."""
+        """Return the number of a new step function; ranks make theirs in the same order."""
         return 0
 
     def making_step(self) -> AbstractContextManager[object]:
@@ -303,7 +303,7 @@ class Transport(Protocol):
         return {0: text}
 
     def require_same(self, facts: str, axes: Sequence[str] | None = None) -> None:
-        """Raise AgreementError on every rank where one has other facts. Collective.
+        """Raise AgreementError on every rank if the facts of two ranks differ. Collective.
 
         Args:
             facts: terms separated by ``"; "``.
@@ -323,10 +323,10 @@ class Transport(Protocol):
         """Begin a step: every rank compares ``call``, and gets the ``key`` of rank ``source``.
 
         Args:
-            call: what all ranks that run this batch have to agree on, terms separated by ``"; "``.
+            call: terms that all ranks of this batch have to agree on, separated by ``"; "``.
             key: names the shapes of the batch; None on ranks that were not given the batch.
             source: a rank whose key is not None.
-            common: what all ranks that train together have to agree on.
+            common: terms that all ranks that train together have to agree on.
 
         Raises:
             AgreementError: a rank makes another call, or has another key; on every rank.
@@ -335,8 +335,8 @@ class Transport(Protocol):
         return key
 
     def ready(self, layouts: LaidOut) -> None:
-        """Announce that this rank is about to execute a step, and wait for those that compute parts of the
-        same stage: no collective of theirs begins if one of them has failed before.
+        """Announce that this rank is about to execute a step, and wait for the ranks that compute parts of
+        the same stage: no collective of theirs begins if one of them has failed before.
 
         Raises:
             AgreementError: one of them was given arguments that lie otherwise over a mesh.
@@ -363,8 +363,8 @@ class Transport(Protocol):
         Args:
             losses: the weighted losses of the stages of this process, as ``parts`` says.
             parts: the form of the losses of all ranks, the same everywhere; empty where there is no loss.
-            mode: of the modules of this process.
-            compared: what the devices of this process have compared.
+            mode: mode of the modules of this process.
+            compared: comparisons that the devices of this process have made.
             changed: what its stages read beside arguments, and has changed, see `require_same_changes`.
 
         Raises:

@@ -102,7 +102,7 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
 
 
 def input_tags(low: LoweredStage, key: Key) -> list[Tag]:
-    """List the messages that a forward takes; an edge without leaves carries none."""
+    """List the messages that a forward takes; an edge without leaves has no message."""
     return [Tag("F", e.stage, *key) for e in low.sources if e.leaves]
 
 
@@ -252,7 +252,7 @@ def weight(program: FlatProgram, key: Key) -> Call:
 
 
 def _accumulating(program: Callable[..., Any]) -> Callable[[], Callable[..., Any]] | None:
-    """Return the program that adds gradients up as it makes them; None where it makes all at once, or few."""
+    """Return the program that adds gradients up as it makes them. Return None if it makes all at once."""
     accumulate = getattr(program, "accumulating", None)
     return None if accumulate is None else fastest(accumulate)
 
@@ -270,9 +270,7 @@ def fastest(program: Any) -> Callable[[], Callable[..., Any]]:
 
 
 def _gradients_of(program: Any) -> tuple[Numbers | None, bool]:
-    """List the leaves for which a program computes gradients, None if it is not traced, and whether nothing
-    else lies in their memory.
-    """
+    """List the leaves for which a traced program computes gradients, and tell if it owns their memory."""
     return (_present(program.results[0]), program.fresh) if hasattr(program, "results") else (None, False)
 
 
@@ -299,7 +297,7 @@ class Sum:
     ones are added to it in place.
 
     Args:
-        dtype: of the sum, where that of a gradient is narrower; that of the gradients where none is given.
+        dtype: dtype of the sum of narrower gradients; by default the dtype of the gradients.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -464,7 +462,7 @@ def begin_offload(low: LoweredStage, key: Key, streams: SideStreams, buffers: Bu
 
 
 def offload(low: LoweredStage, key: Key, buffers: Buffers) -> None:
-    """Let the device wait for the copies on the host, and free what they were made of."""
+    """Let the device wait for the copies on the host, and free their originals."""
     saved, copies, done = buffers.residuals[key]
     done.wait(current_stream(low.device))
     resting = tuple([None if n in copies else t for n, t in enumerate(saved)])
@@ -500,7 +498,7 @@ def checkpointed(low: LoweredStage, key: Key, forward: Call, buffers: Buffers) -
 def recompute(
     low: LoweredStage, key: Key, forward: Callable[[], Callable[..., Any]], buffers: Buffers
 ) -> None:
-    """Run a forward again from what :func:`checkpointed` has kept; only its residuals are new.
+    """Run a forward again from the inputs that :func:`checkpointed` has kept; only its residuals are new.
 
     Args:
         forward: gets the function of the program.
@@ -588,7 +586,7 @@ def _compare_here(pairs: Sequence[tuple[SharedLeaf, Place, Place]], buffers: Buf
 def _compare(
     ranks: Sequence[int], leaves: Sequence[SharedLeaf], collective: Collective, buffers: Buffers
 ) -> None:
-    """Compare the values of leaves with those of other processes, by checksums that their device computes."""
+    """Compare leaves with their copies in other processes, by checksums that their device computes."""
     places = (leaf.places[0] for leaf in leaves)
     mine = torch.stack([checksum(buffers.params[model][number]) for _, model, number in places])
     whole, wait = collective.all_gather(mine)
@@ -675,7 +673,7 @@ def is_deferred(lowered: LoweredStep, instruction: Instruction) -> bool:
 
 
 def update_call(lowered: LoweredStep, instruction: Instruction) -> Call | None:
-    """Make the call of a REDUCE_GRAD or STEP; None where that of another replica in this process does it."""
+    """Make the call of a REDUCE_GRAD or STEP, which the first replica here does for all of them."""
     schedule = lowered.schedule
     model_stage = schedule.model_stages[instruction.stage]
     first = next(
@@ -792,6 +790,6 @@ def two_streams() -> Overlapped:
 
 
 def _used_on(stream: torch.Stream, leaf: Any) -> None:
-    """Keep the memory of a tensor from being used anew before ``stream`` is done with it."""
+    """Keep the allocator from the memory of a tensor until ``stream`` is done with it."""
     if isinstance(leaf, torch.Tensor) and accelerates(leaf.device):
         leaf.record_stream(stream)

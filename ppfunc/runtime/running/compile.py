@@ -30,10 +30,10 @@ class CompiledStep(NamedTuple):
     """Hold a step that is ready to run, without any memory of a call.
 
     Args:
-        lowered: where it comes from.
-        programs: of every stage of this process, by (stage of the schedule, microbatch).
+        lowered: the lowered step of which it is made.
+        programs: program of every stage of this process, by (stage of the schedule, microbatch).
         calls: the functions that a step calls, in order.
-        places: where in the schedule each call comes from.
+        places: place in the schedule of each call.
     """
 
     lowered: LoweredStep
@@ -50,7 +50,7 @@ def compile_step(lowered: LoweredStep, programs: StagePrograms, transport: Trans
 
     Args:
         lowered: the meaning of every instruction.
-        programs: of the stages, those with which the step was lowered.
+        programs: programs of the stages with which the step was lowered.
         transport: carries the messages; its connections are open.
 
     Raises:
@@ -201,7 +201,7 @@ class _Binder:
     # -- communication
 
     def _transfers(self, instruction: Instruction) -> Iterator[Transfer]:
-        """Yield the transfer of a SEND or RECV; none where no tensor travels that edge."""
+        """Yield the transfer of a SEND or RECV, if a tensor travels along its edge."""
         edge, low = self._lowered.edge_of(instruction), self._lowered.stages[_key(instruction)]
         if leaves := edge.travelling(instruction.op in (Op.SEND_F, Op.RECV_F)):
             tag, peer = tag_of(instruction, edge.stage), self._schedule.placement[edge.stage]
@@ -242,7 +242,7 @@ class _Binder:
         return accelerates(self._lowered.stages[key].device)
 
     def _prepare(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
-        """Bind the loads, waits and gathers before a forward, a backward or a part of one."""
+        """Bind the loads, waits and gathers before a forward, or before a whole or partial backward."""
         key, low = _key(part), self._lowered.stages[_key(part)]
         if part.op is Op.F:  # nothing is left to move after a LOAD
             yield from _at(place, load(low, key))
@@ -280,7 +280,7 @@ class _Binder:
             yield partial(calls.begin_offload, low, key, self._away)
 
     def _overlap(self, place: Origin) -> Iterator[PlacedCall]:
-        """Run a forward and a backward as one: both wait for what they consume first."""
+        """Run a forward and a backward together: both wait for their values first."""
         forward, backward = place.instruction.parts
         f_key, b_key = _key(forward), _key(backward)
         f_low, b_low = self._lowered.stages[f_key], self._lowered.stages[b_key]

@@ -52,7 +52,7 @@ def execute(compiled: CompiledStep, buffers: Buffers) -> Buffers:
     """Run every call in turn.
 
     Args:
-        compiled: what to run.
+        compiled: the step to run.
         buffers: the arguments, see :func:`fill`; hold the results afterwards.
 
     Raises:
@@ -150,7 +150,7 @@ def _weights_of(
     added up.
 
     Args:
-        dtype: in which the stage makes its losses.
+        dtype: dtype of the losses that the stage makes.
     """
     weights, form = arguments.loss_weights, lowered.losses[stage].leaf
     device = lowered.form.devices[lowered.schedule.model_stages[stage]]
@@ -246,14 +246,15 @@ def locate_nonfinite(
     cause: NotFinite,
     which: str = "",
 ) -> BaseException:
-    """Run a step again, on all ranks; return the error to raise on this one.
+    """Run a step again, on all ranks; return the error that this rank is to raise.
 
     The rank that comes first in the schedule, of those with a number that is not finite, names the place; the
     others wait for its error.
 
     Args:
-        buffers: of the step, as they were before it ran.
-        which: of several steps of a call, as in :class:`~ppfunc.runtime.values.errors.StepFailed`.
+        buffers: buffers of the step, as they were before it ran.
+        which: words for the step of a call that runs several, see
+            :class:`~ppfunc.runtime.values.errors.StepFailed`.
     """
     world = transport.collective("world")
     first = _first(compiled, buffers, transport)

@@ -84,7 +84,7 @@ def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: Trans
     posting by the sender until the receiver has waited for it, at both ends.
 
     Args:
-        intervals: of every call of this process, of one step or several, the last of which counts.
+        intervals: start and end of every call of this process, in seconds; of several steps the last counts.
     """
     schedule, ranks = compiled.lowered.schedule, compiled.lowered.ranks
     mine = {
@@ -167,7 +167,7 @@ def _clock() -> str:
 
 
 def _offsets(control: Transport, rank: int, distant: Sequence[int]) -> list[float]:
-    """Measure the seconds from the clock of every rank to that of rank 0, by a handshake. Collective.
+    """Measure the seconds from the clock of every rank to the clock of rank 0, by a handshake. Collective.
 
     Args:
         distant: the ranks with another clock.

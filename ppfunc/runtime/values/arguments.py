@@ -1,4 +1,4 @@
-"""Read and check the arguments of one call of a step function, and compare their form with the last one."""
+"""Read and check the arguments of a call of a step function, and compare their form with the last call."""
 
 import math
 import reprlib
@@ -31,8 +31,8 @@ class NestedDicts(NamedTuple):
     """A structure of dictionaries and lists alone, which are read faster than other nodes.
 
     Args:
-        keys: of a dictionary, in order; the length of a list.
-        below: what is at each of them, None for a leaf; None where all are leaves.
+        keys: keys of a dictionary, in order; the length of a list.
+        below: structure at each of them, None for a leaf; None where all are leaves.
     """
 
     keys: list[Any] | int
@@ -40,7 +40,7 @@ class NestedDicts(NamedTuple):
 
     @classmethod
     def of(cls, treedef: PyTreeSpec, levels: int = 32) -> Self | None:
-        """Read a structure; None if it has other nodes, or more levels."""
+        """Read a structure. Return None if it has other nodes, or more levels."""
         if treedef.type not in (dict, list) or not levels:
             return None
         below: list[NestedDicts | None] = []
@@ -93,7 +93,7 @@ def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
 
 
 def leaves_like(tree: Any, form: Form) -> list[Any] | None:
-    """Return the leaves of ``tree`` if it has the structure of this form; else None."""
+    """Return the leaves of ``tree``. Return None if it has another structure than this form."""
     if form.dicts is not None:
         leaves: list[Any] = []
         return leaves if form.dicts.read(tree, leaves) else None
@@ -104,7 +104,7 @@ def leaves_like(tree: Any, form: Form) -> list[Any] | None:
 
 
 def same_form(tree: Any, form: Form) -> tuple[torch.Tensor, ...] | None:
-    """Return the leaves of ``tree``, of DTensors this rank's parts, if it has this form; else None.
+    """Return the leaves of ``tree``, of DTensors this rank's parts. Return None if it has another form.
 
     It takes 0.1 us per leaf of dictionaries and lists, 0.3 us of others.
 
@@ -128,12 +128,12 @@ class TreeForm:
     """Describe one tree of tensors: all that a program depends on beside the values.
 
     Args:
-        form: to compare another tree with it.
-        types, strides, devices: of its leaves; of DTensors, strides and devices of their local tensors.
-        signature: of the tree, or, of a whole batch, of one microbatch.
+        form: guard that compares another tree with it.
+        types, strides, devices: types, strides and devices of its leaves; of DTensors, of local tensors.
+        signature: signature of the tree, or, of a whole batch, of one microbatch.
         tracked: whether a leaf requires a gradient, and so may have a history.
-        rows: of one microbatch of a whole batch, 0 without leaves; None for other trees.
-        whole: which leaves of a whole batch every microbatch takes whole; None if none.
+        rows: number of rows of a microbatch of a whole batch, 0 without leaves; None for other trees.
+        whole: flags of the leaves of a batch that every microbatch takes whole; None if no leaf is.
     """
 
     form: Form
@@ -146,7 +146,7 @@ class TreeForm:
     whole: tuple[bool, ...] | None
 
     def cut(self, leaves: Leaves, microbatches: int) -> list[Leaves]:
-        """Cut the leaves of a whole batch into those of every microbatch, as views."""
+        """Cut the leaves of a whole batch into the leaves of every microbatch, as views."""
         if not leaves:
             return [()] * microbatches
         columns = [
@@ -168,11 +168,11 @@ class StepForm(NamedTuple):
         trees: the form of every tree, by its name.
         key: equal for arguments that run the same program.
         params, state: signatures.
-        extents: of every leaf of the parameters, bytes from its first element to its last.
-        devices: where each stage computes.
+        extents: extent of every leaf of the parameters, from its first element to its last, in bytes.
+        devices: device of each stage.
         accelerator: the first of them, None if it is the host.
         inputs, targets: signatures of the microbatches; None if this process was given none.
-        rows: of a microbatch of a whole batch; None if the inputs came as Microbatches.
+        rows: number of rows of a microbatch of a whole batch; None if the inputs came as Microbatches.
         extras: signatures of the microbatches.
     """
 
@@ -294,8 +294,8 @@ def require_values(name: str, treedef: PyTreeSpec, devices: Sequence[torch.devic
     """Raise ValueError for a leaf without values; of parameters, for leaves on several devices.
 
     Args:
-        name: of the tree, for errors.
-        devices: of its leaves.
+        name: name of the tree in errors.
+        devices: devices of its leaves.
     """
     for path, device in zip(tree_paths(treedef, name), devices, strict=True):
         if device.type == "meta":
@@ -335,7 +335,7 @@ class LaidOut(NamedTuple):
 
     Args:
         leaves: dtype and layout, by the name of the leaf.
-        digest: of all of them, equal where they are; empty without DTensors.
+        digest: digest of all leaves, equal where they are; empty without DTensors.
     """
 
     leaves: Mapping[str, str]
@@ -356,12 +356,12 @@ class RawArguments:
     """Hold the arguments of one call as the caller gave them; dictionaries are keyed by stage of the model.
 
     Args:
-        params, inputs, targets, extras, state, loss_weights, seed: of :func:`ppfunc.value_and_grad`.
+        params, inputs, targets, extras, state, loss_weights, seed: see :func:`ppfunc.value_and_grad`.
         microbatch_offset: the number of the first microbatch, on which random numbers depend.
         scale: factor of the cotangents of the loss, a tensor of one element.
         update: updates the parameters, in a step that has updates.
         common: facts beside the call on which all ranks that train together have to agree.
-        devices: where stages compute, by stage, of parameters that are on the device meta.
+        devices: devices of stages, by stage, whose parameters are on the device meta.
     """
 
     params: Mapping[int, Any]
@@ -408,7 +408,7 @@ class StepArguments(RawArguments):
     None for ``1/m`` each.
 
     Args:
-        form: of all of them.
+        form: form of all of them.
         left_out: the microbatches whose weight is 0, where the host knows it.
     """
 
@@ -441,7 +441,7 @@ def read_arguments(
 
     Args:
         last: form of an earlier call; if these have the same, ``form`` is that object.
-        weights: of the microbatches in the loss, if the call gives none.
+        weights: weights of the microbatches in the loss, [m], for a call that gives no weights.
         abstract: accept signatures for trees, and tensors without values.
 
     Raises:
@@ -490,7 +490,7 @@ def by_value(known: Any, batch: Any, microbatches: int) -> Any:
     Args:
         known: knows them by name, see :func:`ppfunc.split`.
         batch: a tree of inputs, or Microbatches.
-        microbatches: in which a tree is cut.
+        microbatches: number of microbatches in which a tree is cut.
 
     Raises:
         ValueError: they are others in each microbatch of a tree.
@@ -514,7 +514,7 @@ class _Reader:
 
     Args:
         known: forms of an earlier call; a tree of the same form gets that object.
-        microbatches: of a whole batch.
+        microbatches: number of microbatches of a whole batch.
         abstract: accept signatures for trees.
     """
 
@@ -524,7 +524,7 @@ class _Reader:
 
     @property
     def as_known(self) -> bool:
-        """Tell whether the trees have the names and forms of those of the earlier call."""
+        """Tell whether the trees have the names and forms of the trees of the earlier call."""
         return self.trees.keys() == self._known.keys() and all(
             form is self._known[name] for name, form in self.trees.items()
         )
@@ -573,7 +573,10 @@ class _Reader:
 
 
 def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor | None:
-    """Read the weights of the microbatches as float64[m]; None for ``1/m`` each.
+    """Read the weights of the microbatches.
+
+    Returns:
+        float64[m]; None for ``1/m`` each.
 
     Raises:
         ValueError: wrong number of weights, or weights on the host that are not finite.
@@ -638,7 +641,7 @@ def _require_inputs(raw: RawArguments, schedule: Schedule, stages: Sequence[int]
 
 
 def read_seed(seed: Any) -> Seed:
-    """Read a seed as two integers, or None.
+    """Read a seed, two integers.
 
     Raises:
         TypeError: not two integers.

@@ -80,7 +80,7 @@ class Microbatches:
     step whose inputs are Microbatches returns their gradients and its outputs as Microbatches.
 
     Args:
-        trees: one tree of tensors per microbatch, in order.
+        trees: trees of tensors, one per microbatch, in order.
 
     >>> [x.shape[0] for x in Microbatches([torch.zeros(3, 2), torch.zeros(1, 2)])]
     [3, 1]
@@ -239,7 +239,7 @@ class BatchShapes(NamedTuple):
 
     Args:
         text: number and shapes of the microbatches, cut short, and a digest of their signatures.
-        rows: of a microbatch of a whole batch; None if the inputs came as Microbatches.
+        rows: number of rows of a microbatch of a whole batch; None if the inputs came as Microbatches.
     """
 
     text: str

@@ -32,7 +32,7 @@ class Tag(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Name the place of a call in the schedule; ``awaited`` is the message, if it only waits for one."""
+    """Name the place of a call in the schedule; ``awaited`` is the message for which it waits, if any."""
 
     rank: int
     position: int
@@ -41,10 +41,10 @@ class Origin(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Hold what a device has compared, which is read at the end of the step with its losses.
+    """Hold the result of a comparison on a device, which is read at the end of the step with its losses.
 
     Args:
-        values: of the comparison, on the device until a transport has them.
+        values: result of the comparison, on the device until a transport has it.
         require: raises AgreementError for values that show a difference.
     """
 
@@ -61,7 +61,7 @@ Owner = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Gradients(Protocol):
-    """Takes the gradients of microbatches one after the other and makes one tree of them."""
+    """Takes the gradients of microbatches in turn and makes a tree of them."""
 
     def add(self, gradients: Leaves, numbers: Numbers, microbatch: int, fresh: bool = False) -> None:
         """Add gradients of one microbatch, for the leaves of these numbers, each once.
@@ -80,7 +80,7 @@ class Gradients(Protocol):
         """
 
     def put_back(self, gradients: Leaves) -> None:
-        """Replace what ``take`` gave by sums over all places of the parameters, one gradient per leaf."""
+        """Replace the gradients of ``take`` by sums over all places of the parameters."""
 
     def signature(self, leaf: LeafSignature) -> LeafSignature:
         """Return the signature of the result for a parameter of this signature."""
@@ -94,32 +94,32 @@ class Gradients(Protocol):
 
 @dataclass(slots=True)
 class Buffers:
-    """Holds everything that the calls of a program read and write; two calls of one step share none of it.
+    """Holds everything that the calls of a program read and write; two calls of a step share nothing of it.
 
     Args:
         params: leaves of the parameters, by stage of the model.
         shards: this rank's parts of parameters that are whole only between UNSHARD and RESHARD, by stage of
             the model.
-        gathering: by stage of the model, a function that waits for gathered parameters and returns them:
-            those of an UNSHARD, or of the update of the step before.
+        gathering: functions that wait for gathered parameters and return them, by stage of the model: of an
+            UNSHARD, or of the update of the step before.
         bare: the parameters in the form in which they were given; without memory if they are whole only
             between UNSHARD and RESHARD.
         extras: leaves that are not differentiated (targets, extras), by (stage, microbatch).
         state: leaves of the state, by stage of the model; each forward takes it and puts the new one there.
         cotangents: cotangent of the loss, which is the weight of the microbatch, by (stage, microbatch).
         values: messages between stages, by tag.
-        residuals: what a backward needs of its forward, and a weight gradient of its input gradient, by
-            (stage, microbatch).
+        residuals: values that a backward needs of its forward, and a weight gradient of its input gradient,
+            by (stage, microbatch).
         kept: outputs that belong to the caller, by (stage, microbatch).
-        kept_before: what earlier steps of the same call have kept.
+        kept_before: outputs that earlier steps of the same call have kept.
         gradients: sums of the parameter gradients so far, by stage of the schedule.
         seed: ``(seed, step)``, None where the caller gave none.
-        weights: of the losses of all microbatches, scalars, by stage of the schedule.
+        weights: weights of the losses of all microbatches, scalars, by stage of the schedule.
         left_out: the microbatches whose weight is known to be 0, of which no backward runs.
-        scale: what the cotangents of the loss are multiplied by, None for 1.
+        scale: factor of the cotangents of the loss, None for 1.
         microbatch_offset: the number of the first microbatch among those of all data ranks.
         update: updates the parameters in this call.
-        compared: what this step has compared.
+        compared: comparisons of this step.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks
             into it.
     """
@@ -172,11 +172,11 @@ class ParameterUpdate(Protocol):
         """Return the loss weight of every step that this call runs. Called once, before the first step.
 
         Args:
-            weights: as the caller gave them, one per step; None for the default.
+            weights: weights as the caller gave them, one tensor per step; None for the default.
         """
 
     def accumulator(self, stage: int, leaves: Iterable[tuple[int, LeafSignature]]) -> Gradients | None:
-        """Return the accumulator for the gradients of a stage of the model; None for one of the step's own.
+        """Return the accumulator for the gradients of a stage of the model. None adds them up in the step.
 
         Args:
             leaves: the number of each that gets a gradient, and the signature of their sum.
@@ -194,7 +194,7 @@ class ParameterUpdate(Protocol):
 
         Args:
             losses: weighted, of the stages of this process.
-            each: those of this process by microbatch, not weighted; None if they are not wanted.
+            each: losses of this process by microbatch, not weighted; None if they are not wanted.
         """
 
     def step(self, buffers: Buffers, stage: int) -> None:
@@ -211,7 +211,7 @@ class ParameterUpdate(Protocol):
         """
 
     def finish(self) -> None:
-        """Wait for what is under way, after the last step and before the call ends on all ranks."""
+        """Wait for operations under way, after the last step and before the call ends on all ranks."""
 
 
 def moved(tensors: Leaves, device: torch.device) -> Leaves:

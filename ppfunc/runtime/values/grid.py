@@ -14,18 +14,18 @@ ShardWhat = Literal["none", "optimizer", "params"]
 
 @naming_arguments
 class Axes(NamedTuple):
-    """Name the axes of a mesh; None for an axis that it does not have.
+    """Name the axes of a mesh.
 
     Args:
-        pipe: along it the ranks of a pipeline.
+        pipe: axis of the ranks of a pipeline.
         data: ranks that hold the same parameters, and run other batches. Of several axes, parameters are cut
             over the last; along the others each rank keeps the same parts.
         model: ranks that hold parts of the parameters of one stage, and run the same batch.
-        experts: one of the data axes, whose ranks hold different experts, and pass tokens to each other
+        experts: data axis, whose ranks hold different experts, and pass tokens to each other
             within stages. A parameter of experts is a DTensor that is cut over this axis, such as
             ``ppfunc.stage.shard`` makes; its gradient is summed over the other data axes. Stages of these
             ranks run microbatches of the same shapes.
-        context: one of the data axes, whose ranks have parts of the same sequences, and attend to each other
+        context: data axis, whose ranks have parts of the same sequences, and attend to each other
             within stages. Weigh losses by tokens where ranks have unequal numbers of them.
     """
 
@@ -42,7 +42,7 @@ class Axes(NamedTuple):
 
     @property
     def model_axes(self) -> tuple[str, ...]:
-        """List the axis of the ranks that hold parts of the parameters of one stage, if there is one."""
+        """List the axis of the ranks that hold parts of the parameters of a stage, if any."""
         return () if self.model is None else (self.model,)
 
     @property
@@ -59,7 +59,7 @@ class Grid(NamedTuple):
         size: the number of ranks that train together.
         rank: this one.
         together: the ranks that run the same stages, and communicate within them.
-        axes, sizes: of the mesh, whose ranks are numbered row-major.
+        axes, sizes: axes of the mesh and their sizes; its ranks are numbered row-major.
     """
 
     pipelines: tuple[tuple[int, ...], ...]
@@ -99,7 +99,7 @@ def grid_of(mesh: DeviceMesh, axes: Axes, rank: int) -> Grid:
     """Make the grid around a rank; its ranks are numbered as the mesh lists them.
 
     Args:
-        rank: that in the world.
+        rank: number of this rank in the world.
 
     Raises:
         ValueError: the mesh has no such axis, or an axis that has no name here, or one has two; experts or
