@@ -108,7 +108,7 @@ def value_and_grad(
         loss(params), torch.func.grad(loss)(params)
 
     Args:
-        stages: pure functions ``fn(params, x) -> y``, one per stage of the model; trees of tensors in and out.
+        stages: pure functions ``fn(params, x) -> y``, one per stage of the model, of trees of tensors.
             None for stages that this process does not run. Or a :class:`ppfunc.Split`, which brings its skip
             connections and tied parameters. A stage takes extras and a state as further arguments, in this
             order, if the step is given them. It returns ``y``, or a :class:`ppfunc.Output` with a loss,
@@ -315,8 +315,8 @@ def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Args:
         fn: step function of :func:`value_and_grad` or a sibling, or a stage ``fn(params, x, *extras)``.
-        args, kwargs: arguments of a call; tensors may be on the device meta. Where ranks are processes, every one calls
-            it for a step.
+        args, kwargs: arguments of a call; tensors may be on the device meta. Where ranks are processes, every
+            rank calls it for a step.
 
     Raises:
         StageError: a stage fails, or needs values.
