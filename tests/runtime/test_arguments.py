@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import timeit
-from collections import OrderedDict
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ import torch.utils._pytree as torch_pytree
 
 import ppfunc as pp
 from ppfunc.runtime.values.arguments import RawArguments, read_arguments, read_loss_weights
-from ppfunc.stage import Signature
 from tests.models import dense, normal, same_bits, squared
 
 D, M, B = 3, 4, 2
@@ -71,11 +69,6 @@ def test_microbatches_may_differ_in_structure():
         "{'x': float64[3,3] no grad}",
         "(float64[4,3] no grad, None)",
     ]
-
-
-def test_a_list_is_a_tree():
-    arguments = read(given(inputs=[normal(M * B, D)] * M))
-    assert [len(row) for row in arguments.inputs] == [M] * M
 
 
 def test_microbatches_are_a_sequence_and_a_tree():
@@ -307,66 +300,8 @@ def test_weights_may_be_numbers_or_a_tensor():
         assert torch.equal(read_loss_weights(weights, 3), torch.tensor([1.0, 0.5, 0.0], dtype=torch.float64))
 
 
-def test_what_requires_a_gradient_is_read_without_its_history():
-    leaf = torch.ones(D, D, requires_grad=True)
-    arguments = read(given(params={0: {"w": leaf * 2, "i": torch.arange(2)}, 1: {}}))
-    assert not any(t.requires_grad for t in arguments.params[0])
-
-
 # -- the same form as in the last call
 # ---------------------------------------------------------------------------
-
-
-def test_other_values_have_the_same_form():
-    first = read(given())
-    again = read(given(inputs=normal(M * B, D, seed=7), loss_weights=[1, 2, 3, 4], seed=(0, 1)), first)
-    assert again.form is first.form
-    assert again.loss_weights.tolist() == [1, 2, 3, 4]
-    assert again.seed == (0, 1)
-    assert torch.equal(again.inputs[0][0], normal(M * B, D, seed=7)[:B])
-
-
-OTHER_FORMS = {
-    "shape": {"inputs": normal(M, D), "targets": normal(M, D)},
-    "dtype": {"inputs": normal(M * B, D).float()},
-    "stride": {"inputs": normal(D, M * B).T},
-    "type": {"params": {s: {"w": torch.nn.Parameter(normal(D, D))} for s in range(2)}},
-    "structure": {"params": {s: {"v": normal(D, D)} for s in range(2)}},
-    "kind of dictionary": {"params": {s: OrderedDict(w=normal(D, D)) for s in range(2)}},
-    "Microbatches": {"inputs": pp.microbatch(normal(M * B, D), M)},
-    "a state more": {"state": {0: normal(2)}},
-    "extras more": {"extras": {0: normal(M * B)}},
-    "no targets": {"targets": None},
-}
-
-
-@pytest.mark.parametrize("what", OTHER_FORMS)
-def test_another_form_is_told_from_the_last(what):
-    first, stages = read(given()), [0] if what == "no targets" else [0, 1]
-    raw = given(**OTHER_FORMS[what])
-    raw = replace(raw, params={s: raw.params[s] for s in stages})
-    other = read_arguments(raw, SCHEDULE, stages, True, first.form)
-    assert other.form is not first.form
-    assert other.form.key != first.form.key
-    assert other.form.key == read_arguments(raw, SCHEDULE, stages, True).form.key
-    assert read(given(), other).form is not other.form
-
-
-def test_signatures_and_tensors_without_values_are_read_where_nothing_runs():
-    raw = given()
-    params, inputs, targets = raw.params, raw.inputs, raw.targets
-    form = read(given()).form
-    of_signatures = read(
-        RawArguments(
-            {s: Signature.of(p) for s, p in params.items()}, Signature.of(inputs), targets.to("meta")
-        ),
-        abstract=True,
-    )
-    assert of_signatures.form.params == form.params
-    assert of_signatures.form.inputs == form.inputs
-    assert of_signatures.form.devices == form.devices
-    with pytest.raises(TypeError, match=r"inputs: got .*Signature.*, expected a tensor"):
-        read(given(inputs=Signature.of(inputs)))
 
 
 class Bag:

@@ -65,17 +65,6 @@ def compiled_for(given, schedule=None):
     return compiled, read_arguments(RawArguments(*given), compiled.lowered.schedule, [0, 1], True)
 
 
-def test_a_call_knows_where_it_comes_from():
-    compiled, _ = compiled_for(problem(2, M))
-    assert len(compiled.calls) == len(compiled.places) == 4 * M  # in one process messages need no call
-    assert {str(p.instruction) for p in compiled.places} == {
-        f"{s}{op}{m}" for s in range(2) for op in "FB" for m in range(M)
-    }
-    assert all(
-        p.instruction in compiled.lowered.schedule.programs[p.rank][p.position] for p in compiled.places
-    )
-
-
 @pytest.mark.parametrize("builder", [pp.gpipe, pp.zb_h1])
 def test_what_is_consumed_is_gone_from_the_buffers(builder):
     given = problem(2, M)
@@ -85,23 +74,6 @@ def test_what_is_consumed_is_gone_from_the_buffers(builder):
     assert set(buffers.kept) == {(1, m) for m in range(M)}  # the losses
     _, grads = pp.value_and_grad([dense] * 2, squared, builder(2, M))(*given)
     assert not buffers.gradients[0].take(arguments.params[0], lambda t: t)[0].sub(grads[0]["w"]).any()
-
-
-def test_two_runs_of_a_compiled_step_share_no_buffers():
-    """One is filled and left alone while another runs: it gives the same bits afterwards."""
-    compiled, arguments = compiled_for(problem(2, M))
-    waiting = fill(compiled.lowered, arguments)
-    first, second = execute(compiled, fill(compiled.lowered, arguments)), execute(compiled, waiting)
-    assert all(torch.equal(first.kept[key][0], second.kept[key][0]) for key in first.kept)
-    assert not set.intersection(
-        *({id(v) for v in vars_of(b).values() if isinstance(v, dict)} for b in (first, second))
-    )
-
-
-def vars_of(buffers):
-    return {
-        name: getattr(buffers, name) for name in buffers.__slots__ if name not in ("seed", "bare")
-    }  # those are only read
 
 
 def test_a_call_that_raises_tells_its_place():
