@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .lowering.lower import StepSpec as StepSpec, lower as lower
     from .lowering.results import Aux as Aux, StepResult as StepResult
     from .paper.analysis import CompiledFunction as CompiledFunction, LoweredFunction as LoweredFunction
-    from .ports.protocols import Transport as Transport
+    from .ports.protocols import Axes as Axes, Transport as Transport
     from .running.calls import interleaved as interleaved, two_streams as two_streams
     from .step import CacheInfo as CacheInfo, StepFunction as StepFunction
     from .transport.inprocess import InProcess as InProcess, OnPaper as OnPaper
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from .values.arguments import microbatch as microbatch
     from .values.batch import Microbatches as Microbatches, replicated as replicated
     from .values.errors import AgreementError as AgreementError, PipelineError as PipelineError
-    from .values.grid import Axes as Axes
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -46,9 +45,8 @@ else:
             "paper.analysis": "CompiledFunction LoweredFunction",
             "lowering.lower": "StepSpec lower",
             "running.calls": "interleaved two_streams",
-            "values.grid": "Axes",
             "transport.inprocess": "InProcess OnPaper",
             "transport.p2p": "P2P",
-            "ports.protocols": "Transport",
+            "ports.protocols": "Axes Transport",
         },
     )

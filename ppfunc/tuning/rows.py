@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, get_args
 from ppfunc._checks import require_counts, show_table, table
 from ppfunc.runtime import Transport
 from ppfunc.runtime.paper.ledger import Memory
-from ppfunc.runtime.values.grid import ShardWhat
+from ppfunc.runtime.ports.protocols import ShardWhat
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.schedule.formats.elements import amount, short
 from ppfunc.schedule.formats.scatter import Point, draw

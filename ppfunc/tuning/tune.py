@@ -18,7 +18,7 @@ from ppfunc._checks import (
     with_arguments,
 )
 from ppfunc.runtime import Transport
-from ppfunc.runtime.values.grid import ShardWhat
+from ppfunc.runtime.ports.protocols import ShardWhat
 from ppfunc.schedule import BUILDERS, Schedule, find_builder
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss

@@ -21,12 +21,11 @@ from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.failures import Answer
 from ppfunc.runtime.control.socket_links import SocketLinks
 from ppfunc.runtime.ports import _torch
-from ppfunc.runtime.ports.protocols import LossPart, Route, Transfer
+from ppfunc.runtime.ports.protocols import Axes, LossPart, Route, Transfer
 from ppfunc.runtime.transport.inprocess import InProcess
 from ppfunc.runtime.transport.p2p import P2P
 from ppfunc.runtime.values.buffers import Buffers, Tag
 from ppfunc.runtime.values.errors import AgreementError, Failure, LinkError, PipelineError, StepRunning
-from ppfunc.runtime.values.grid import Axes
 from ppfunc.schedule.text import parse_instruction
 from ppfunc.stage import LeafSignature
 from tests.clock import busy

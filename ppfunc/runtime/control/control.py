@@ -22,7 +22,7 @@ from ..lowering.comparison import (
     require_same_step,
 )
 from ..lowering.results import of_text, shape_of_sum, sum_texts, to_text
-from ..ports.protocols import LossPart, Mode
+from ..ports.protocols import Axes, Grid, LossPart, Mode, ShardWhat
 from ..values.arguments import LaidOut
 from ..values.buffers import Compared
 from ..values.errors import (
@@ -35,7 +35,6 @@ from ..values.errors import (
     PipelineError,
     StepRunning,
 )
-from ..values.grid import Axes, Grid, ShardWhat
 from .tree import BEGIN, END, TEXT, Links, TreeMessages
 
 

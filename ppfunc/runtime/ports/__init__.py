@@ -4,5 +4,6 @@
 
     protocols.py     Transport    data and control, as steps ask for them
                      Collective   sums and gathers among several ranks
+                     Axes         the pipelines around a rank, by the axes of a mesh
     _torch.py        the private names of torch, and what NCCL needs
 """

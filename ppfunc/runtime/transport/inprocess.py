@@ -13,11 +13,23 @@ from ppfunc._checks import naming_arguments
 from ppfunc.stage.device import available
 
 from ..lowering.results import sum_up
-from ..ports.protocols import Among, Call, Collective, LossPart, Mode, Transfer, Transport, Wait
+from ..ports.protocols import (
+    Among,
+    Axes,
+    Call,
+    Collective,
+    LossPart,
+    Mode,
+    ShardWhat,
+    Transfer,
+    Transport,
+    Wait,
+    grid_of,
+    require_shardable,
+)
 from ..values.arguments import LaidOut
 from ..values.buffers import Buffers, Compared, moved
 from ..values.errors import AgreementError, Failure, PipelineError
-from ..values.grid import Axes, ShardWhat, grid_of, require_shardable
 
 
 class InProcess(Transport):

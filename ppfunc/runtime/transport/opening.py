@@ -22,7 +22,7 @@ from ..control.connections import in_thread
 from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
 from ..ports import _torch
-from ..values.grid import Axes, ShardWhat, require_shardable
+from ..ports.protocols import Axes, ShardWhat, require_shardable
 from .mapped import open_mapped
 
 _CHANNEL = "open"

@@ -21,10 +21,9 @@ from ..control.failures import Answer
 from ..control.rendezvous import Rendezvous
 from ..control.socket_links import SocketLinks
 from ..ports import _torch
-from ..ports.protocols import Among, Collective, LossPart, Mode, Route, named
+from ..ports.protocols import Among, Axes, Collective, LossPart, Mode, Route, ShardWhat, grid_of, named
 from ..values.buffers import Compared
 from ..values.errors import CLOSED, Failure, LinkError
-from ..values.grid import Axes, ShardWhat, grid_of
 from .opening import Opening, open_groups, pair_up, require_group
 from .pair_groups import PairGroups, lost
 

@@ -6,6 +6,5 @@
     arguments.py     read_arguments   arguments of the caller -> leaves, without history
                      StepForm         all that a program depends on beside the values
     buffers.py       Buffers          what the calls of one step read and write
-    grid.py          Axes             the pipelines around a rank, by the axes of a mesh
     errors.py        PipelineError    errors of a step, and the form in which ranks send them
 """
