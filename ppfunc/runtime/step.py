@@ -596,14 +596,15 @@ class CompiledSteps:
 
 
 def _difference(now: StepForm, before: StepForm) -> str:
-    """Name the first tree of another form than before, with both signatures; empty if all forms are equal."""
+    """Name the first tree of other signature or strides than before, or other devices of the stages."""
     for name in now.trees | before.trees:
         tree, then = now.trees.get(name), before.trees.get(name)
-        if (tree and tree.key) != (then and then.key):
+        if tree is None or then is None or (tree.signature, tree.strides) != (then.signature, then.strides):
             got, known = (each.signature if each else "none" for each in (tree, then))
-            memory = ", in memory of another type, layout or device" if got == known else ""
+            memory = ", in memory of another layout" if got == known else ""
             return f"{name} is now {got}, it was {known}{memory}"
-    return ""
+    same = now.devices == before.devices
+    return "" if same else f"the stages are now on {now.devices}, they were on {before.devices}"
 
 
 def _warn_of_rows(form: StepForm) -> bool:
@@ -621,7 +622,7 @@ def _warn_of_rows(form: StepForm) -> bool:
 
 def _warn_of_retraces(pipeline: Pipeline, now: StepForm, last: Entry) -> None:
     """Warn once that a step function traces again and again, and name the change."""
-    what = _difference(now, last.form) or f"{last.guards.changes} changed"
+    what = _difference(now, last.form) or f"{last.guards.changes or 'a type or device of tensors'} changed"
     fixed = pipeline.programs.dynamic or not all(getattr(fn, "sizes_vary", True) for fn in pipeline.stages)
     varying = "" if fixed else "let sizes vary, engine=ppfunc.engines.graph(dynamic=True), "
     warn(
