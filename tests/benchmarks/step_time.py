@@ -29,12 +29,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from ppfunc.runtime.running.compiled_steps import CompiledSteps
 from timing import add_foremost, foremost, keep_freed_memory, measure
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
 from ppfunc.runtime.lowering.agreement import Exchange
+from ppfunc.runtime.step import CompiledSteps
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
