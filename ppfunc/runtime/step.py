@@ -597,7 +597,7 @@ class CompiledSteps:
 
 def _difference(now: StepForm, before: StepForm) -> str:
     """Name the first tree of other signature or strides than before, or other devices of the stages."""
-    for name in now.trees | before.trees:
+    for name in {**now.trees, **before.trees}:
         tree, then = now.trees.get(name), before.trees.get(name)
         if tree is None or then is None or (tree.signature, tree.strides) != (then.signature, then.strides):
             got, known = (each.signature if each else "none" for each in (tree, then))
