@@ -113,10 +113,10 @@ if TYPE_CHECKING:
         stage_from_module as stage_from_module,
         stages_from_layers as stages_from_layers,
     )
-    from .stage.abstract.output import Output as Output, Received as Received
     from .stage.collectives import context_attention as context_attention
     from .stage.layout import with_layouts as with_layouts
-    from .stage.modules.parallelize import parallelize as parallelize
+    from .stage.modules import parallelize as parallelize
+    from .stage.program import Output as Output, Received as Received
     from .stage.transforms import ensemble as ensemble
     from .steps import eval_shape as eval_shape, evaluate as evaluate, value_and_grad as value_and_grad
     from .training import (
@@ -154,8 +154,8 @@ else:
             "stage": "StageError collectives engines stage_from_module stages_from_layers",
             "stage.collectives": "context_attention",
             "stage.layout": "with_layouts",
-            "stage.modules.parallelize": "parallelize",
-            "stage.abstract.output": "Output Received",
+            "stage.modules": "parallelize",
+            "stage.program": "Output Received",
             "stage.transforms": "ensemble",
             "steps": "eval_shape evaluate value_and_grad",
             "training": "Precision Trainer TrainState checkpoint dynamic_scale optim static_scale",

@@ -7,7 +7,7 @@ from typing import Any
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ppfunc.stage._torch import TorchDispatchMode, storage
-from ppfunc.stage.abstract.purity import tensors_in
+from ppfunc.stage.operators import tensors_in
 
 
 class Live(TorchDispatchMode):

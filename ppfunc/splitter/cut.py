@@ -8,8 +8,8 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import OpOverload
-from ppfunc.stage.abstract.purity import draws
 from ppfunc.stage.engines.tracing.graph import is_check, is_view, named_arguments
+from ppfunc.stage.operators import draws
 from ppfunc.stage.signature import differentiable
 
 from .record import BY_HAND, MODEL

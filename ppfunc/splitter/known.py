@@ -11,8 +11,8 @@ import torch
 from torch.fx import Node, map_arg
 
 from ppfunc.stage._torch import OpOverload
-from ppfunc.stage.abstract.purity import draws
 from ppfunc.stage.engines.tracing.graph import is_element, named_arguments
+from ppfunc.stage.operators import draws
 
 from ._torch import with_values
 

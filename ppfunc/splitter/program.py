@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.fx import Node
 
 from ppfunc.stage.engines.tracing.cut import Block
-from ppfunc.stage.engines.tracing.dispatch import OperatorCall
-from ppfunc.stage.engines.tracing.emit import Recipe, write
-from ppfunc.stage.transforms.mapped import refuse_as_strided
+from ppfunc.stage.engines.tracing.emit import OperatorCall, Recipe, write
+from ppfunc.stage.transforms import refuse_as_strided
 from ppfunc.stage.tree import PLAIN, register_leafless
 
 from .cut import StagePart, storages_of

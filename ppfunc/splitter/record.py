@@ -23,10 +23,10 @@ from ppfunc.stage._torch import (
     version,
 )
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT
-from ppfunc.stage.abstract.purity import tensors_in, written
 from ppfunc.stage.device import autocast, kinds
 from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, ancestors, is_element
 from ppfunc.stage.errors import place_of_call, warn
+from ppfunc.stage.operators import tensors_in, written
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import filled, tree_flatten
 

@@ -16,8 +16,8 @@ from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage._torch import OpOverload
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, without_values
 from ppfunc.stage.engines.tracing.graph import comparable, is_element, is_view
-from ppfunc.stage.flops import flop_counter
-from ppfunc.stage.modules.module import is_subclass, require_usable
+from ppfunc.stage.modules import is_subclass, require_usable
+from ppfunc.stage.operators import flop_counter
 
 from .call import CallForm, Constants, LeafForm
 from .known import call_again

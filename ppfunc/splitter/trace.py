@@ -25,7 +25,7 @@ from ppfunc.stage.abstract.evaluation import (
 from ppfunc.stage.constants import with_tensors, without_constants
 from ppfunc.stage.errors import line_of, meant
 from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local
-from ppfunc.stage.modules.module import further_places, is_subclass, unmodified
+from ppfunc.stage.modules import further_places, is_subclass, unmodified
 from ppfunc.stage.process import process_lock, without_foreign_draws
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten

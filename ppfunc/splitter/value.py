@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ppfunc._checks import not_copied, require_type
 from ppfunc.stage.abstract.captures import READS
-from ppfunc.stage.abstract.output import Output
 from ppfunc.stage.constants import with_constants, without_constants
 from ppfunc.stage.errors import StageError
 from ppfunc.stage.frozen import detached, note_parameters
 from ppfunc.stage.layout import Boundary, as_dtensor, declaring, layout_of
+from ppfunc.stage.program import Output
 from ppfunc.stage.tree import tree_map
 
 from .call import LeafForm, read_call

@@ -2,16 +2,17 @@
 
 A stage on its way to a program::
 
-    modules/      what users have: modules and layers become functions ``fn(params, x) -> y``
-    output.py     canonical: the form that engines take, with the loss and all results
-    abstract/     outline: the signature of its outputs, by evaluating it without values; and refusals of
+    modules.py    what users have: modules and layers become functions ``fn(params, x) -> y``
+    abstract/     output: the form that engines take, with the loss and all results
+                  outline: the signature of its outputs, by evaluating it without values; and refusals of
                   what no program can repeat: writes, foreign draws, wrong collectives
     engines/      graph, functional, eager differentiate it
     program.py    what engines take, and return: StageProgram, forward, backward, and a backward in two parts
 
 Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensors) and `constants` (numbers
 and block masks among tensors). `errors` finds the user's lines, `device` has all that a device does beside
-computing, `_torch` the private names of torch, `process` what all threads share.
+computing, `operators` what operators do, `_torch` the private names of torch, `process` what all threads
+share.
 `transforms` makes stages of stages; `collectives` may be called in a stage.
 """
 
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
     from .abstract.outline import outline as outline
     from .engines import eager as eager, functional as functional, graph as graph
     from .errors import StageError as StageError
-    from .modules.layers import stages_from_layers as stages_from_layers
-    from .modules.module import ModuleStage as ModuleStage, stage_from_module as stage_from_module
-    from .modules.parallelize import shard as shard
+    from .modules import (
+        ModuleStage as ModuleStage,
+        shard as shard,
+        stage_from_module as stage_from_module,
+        stages_from_layers as stages_from_layers,
+    )
     from .program import (
         Engine as Engine,
         FlatProgram as FlatProgram,
@@ -44,9 +48,7 @@ else:
             "abstract.outline": "outline",
             "engines": "eager functional graph",
             "errors": "StageError",
-            "modules.layers": "stages_from_layers",
-            "modules.module": "ModuleStage stage_from_module",
-            "modules.parallelize": "shard",
+            "modules": "ModuleStage shard stage_from_module stages_from_layers",
             "program": "Engine FlatProgram Loss Outline Stage StageProgram",
             "signature": "LeafSignature Signature",
         },

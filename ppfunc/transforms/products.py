@@ -13,8 +13,7 @@ from ppfunc.runtime.values.arguments import LossWeights, RawArguments, Seed, by_
 from ppfunc.schedule import Schedule
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.signature import differentiable
-from ppfunc.stage.transforms import dual, dual_loss
-from ppfunc.stage.transforms.tangents import flatten_tangents
+from ppfunc.stage.transforms import dual, dual_loss, flatten_tangents
 from ppfunc.stage.tree import tree_flatten, tree_map
 from ppfunc.steps import Stages, make_step, map_stages, reports_mistakes, unpacked
 

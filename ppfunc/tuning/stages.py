@@ -39,8 +39,8 @@ from ppfunc.splitter import Split, split
 from ppfunc.stage import Engine, StageError, StageProgram
 from ppfunc.stage._torch import TorchDispatchMode
 from ppfunc.stage.device import accelerates
-from ppfunc.stage.flops import flops_of
 from ppfunc.stage.layout import layout_of, local
+from ppfunc.stage.operators import flops_of
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
 

@@ -30,8 +30,8 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.splitter.patches import noted
-from ppfunc.stage.abstract.output import Output, Received
 from ppfunc.stage.abstract.purity import LogicalDraws
+from ppfunc.stage.program import Output, Received
 
 Tensors = Mapping[str, torch.Tensor]
 SEED = 3, 5

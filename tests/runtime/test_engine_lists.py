@@ -12,7 +12,7 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
-from ppfunc.stage.abstract.output import Output
+from ppfunc.stage.program import Output
 from tests.models import squared
 
 ROWS, T, D = 8, 6, 4

@@ -8,9 +8,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.stage.engines.tracing.emit import TracedFunction
+from ppfunc.stage.engines.tracing.emit import TracedFunction, interleave
 from ppfunc.stage.engines.tracing.graph import is_post
-from ppfunc.stage.engines.tracing.interleave import interleave
 from tests.models import same_bits, squared
 from tests.sharded_models import expert_params, experts, products_beside, random
 

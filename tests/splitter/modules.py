@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ppfunc.splitter import Split
-from ppfunc.stage.abstract.output import Output, Received
+from ppfunc.stage.program import Output, Received
 
 D = 4
 

@@ -11,7 +11,7 @@ from torch._inductor import config
 
 from ppfunc.stage import graph, stage_from_module
 from ppfunc.stage._torch import vector_options
-from ppfunc.stage.engines.tracing import dispatch
+from ppfunc.stage.engines.tracing import emit
 
 pytestmark = pytest.mark.compiler
 
@@ -77,9 +77,9 @@ def test_compiled_programs_draw_the_same_numbers(dtype):
 
 def test_only_programs_that_run_are_compiled(monkeypatch):
     """Seen without a compiler, which may fail for reasons of its own."""
-    made, (_, *others) = [], dispatch.inductor()
+    made, (_, *others) = [], emit.inductor()
     monkeypatch.setattr(
-        dispatch, "inductor", lambda: (lambda module, *_, **__: made.append(module) or module, *others)
+        emit, "inductor", lambda: (lambda module, *_, **__: made.append(module) or module, *others)
     )
     program = graph(lambda w, x: (x @ w).sin(), (torch.randn(3, 3), torch.randn(2, 3)), compile=True)
     assert not made

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from ppfunc.stage import graph
-from ppfunc.stage.engines.tracing import dispatch
+from ppfunc.stage.engines.tracing import emit
 
 
 def test_like_calls_share_what_was_found(monkeypatch):
     found = []
-    find = dispatch._find
-    monkeypatch.setattr(dispatch, "_FOUND", {})
-    monkeypatch.setattr(dispatch, "_find", lambda node: found.append(node) or find(node))
+    find = emit._find
+    monkeypatch.setattr(emit, "_FOUND", {})
+    monkeypatch.setattr(emit, "_find", lambda node: found.append(node) or find(node))
 
     def fn(w, x):
         for _ in range(20):

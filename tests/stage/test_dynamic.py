@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.stage import Signature
-from ppfunc.stage.abstract.sizes import SizeRange
+from ppfunc.stage.program import SizeRange
 from tests.models import (
     attention_block,
     attention_params,

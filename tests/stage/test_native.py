@@ -73,8 +73,8 @@ def test_most_programs_run_in_cpp(case, run, in_cpp):
 
 
 def native_free(node):
-    from ppfunc.stage.engines.tracing.dispatch import RECORDING
     from ppfunc.stage.engines.tracing.graph import is_mutable
+    from ppfunc.stage.engines.tracing.native import RECORDING
 
     return {RECORDING} | ({node.target} if is_mutable(node) else set())
 

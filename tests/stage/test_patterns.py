@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import ppfunc as pp
-from ppfunc.stage.patterns import first_match, require_reachable
+from ppfunc.stage.signature import first_match, require_reachable
 from tests.models import squared
 
 COVERED = [

@@ -19,11 +19,10 @@ from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, o
 from ppfunc.stage._torch import without_transforms
 from ppfunc.stage.abstract.captures import State, Watch, ambient, changes, reads
 from ppfunc.stage.abstract.output import StageFunction
-from ppfunc.stage.abstract.sizes import Numbers, SizeRange
 from ppfunc.stage.errors import warn
-from ppfunc.stage.modules.module import set_by_calls, unmodified
+from ppfunc.stage.modules import set_by_calls, unmodified
 from ppfunc.stage.process import process_lock
-from ppfunc.stage.program import Example, FlatProgram, stage_program
+from ppfunc.stage.program import Example, FlatProgram, Numbers, SizeRange, stage_program
 from ppfunc.stage.tree import tree_leaves
 
 from ..values.batch import digest

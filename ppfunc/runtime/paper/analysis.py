@@ -12,7 +12,7 @@ from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.costs import require_costs
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage.abstract.evaluation import without_values
-from ppfunc.stage.flops import flop_counter
+from ppfunc.stage.operators import flop_counter
 from ppfunc.stage.program import Example, StageProgram
 from ppfunc.stage.tree import tree_map
 

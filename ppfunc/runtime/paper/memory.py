@@ -17,8 +17,7 @@ from ppfunc.stage import LeafSignature, Signature, StageError, StageProgram
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
 from ppfunc.stage.abstract.output import children
 from ppfunc.stage.device import preserve_rng
-from ppfunc.stage.engines.tracing.dispatch import OperatorCall
-from ppfunc.stage.engines.tracing.emit import TracedFunction, write
+from ppfunc.stage.engines.tracing.emit import OperatorCall, TracedFunction, write
 from ppfunc.stage.engines.tracing.graph import is_of_forward
 from ppfunc.stage.engines.tracing.lifetimes import Addition, calls_of, source
 from ppfunc.stage.layout import local

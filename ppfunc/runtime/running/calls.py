@@ -728,8 +728,7 @@ def interleaved() -> Overlapped:
     ) -> tuple[Any, Any]:
         known = merged.setdefault(forward, WeakKeyDictionary())
         if backward not in known:
-            from ppfunc.stage.engines.tracing.emit import TracedFunction
-            from ppfunc.stage.engines.tracing.interleave import interleave
+            from ppfunc.stage.engines.tracing.emit import TracedFunction, interleave
 
             known[backward] = TracedFunction(interleave(_recipe(forward), _recipe(backward)))
         outputs, residuals, first, second = known[backward](*arguments, *others)

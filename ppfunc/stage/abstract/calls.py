@@ -24,8 +24,8 @@ from .._torch import (
     storage,
 )
 from ..errors import place_of_call
+from ..operators import draws, tensors_in
 from ..program import SeenCall
-from .purity import draws, tensors_in
 
 _PLAIN = (
     bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None), torch.SymInt,

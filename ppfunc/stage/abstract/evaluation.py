@@ -40,11 +40,11 @@ from .._torch import (
 )
 from ..errors import StageError, line_of
 from ..layout import local
+from ..operators import tensors_in
 from ..process import hold_interrupts
 from ..program import Leaves
 from ..signature import LeafSignature, Signature
 from ..tree import tree_flatten, tree_leaves, tree_map
-from .purity import tensors_in
 
 aten = torch.ops.aten
 

@@ -1,54 +1,21 @@
 """Carry losses, metrics, state and skip connections beside the activation of a stage."""
 
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-
-from ppfunc._checks import naming_arguments
 
 from ..constants import with_constants, without_constants
 from ..errors import StageError, line_of, raised
 from ..layout import whole
+from ..program import Output, Received
 from ..signature import Signature, flatten
 from ..tree import tree_flatten, tree_structure
 from .evaluation import DATA_DEPENDENT, NoValuesError
 from .purity import IN_PARAMS
-
-
-@naming_arguments
-class Output(NamedTuple):
-    """The return value of a stage that returns more than its activation.
-
-    Args:
-        y: the activation, as a plain stage returns it.
-        loss: an auxiliary loss, a scalar; added to the loss of the last stage, with the weight of the
-            microbatch.
-        metrics: a tree of tensors for the caller, not differentiated.
-        state: the new state of the stage, a tree like the state that it was given.
-        skips: values for later stages that are not its neighbours, ``{stage: tree}``.
-    """
-
-    y: Any
-    loss: Any = None
-    metrics: Any = None
-    state: Any = None
-    skips: Mapping[int, Any] | None = None
-
-
-class Received(NamedTuple):
-    """The input of a stage at which skip connections end.
-
-    Args:
-        x: the activation from the stage before.
-        skips: the values of earlier stages that are not its neighbours, ``{stage: tree}``.
-    """
-
-    x: Any
-    skips: dict[int, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,32 +4,26 @@ gradients, and collectives through which a gradient would flow wrongly.
 
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from .._torch import (
     ASKS_DEVICE,
-    OpOverload,
     TorchDispatchMode,
     dtensor_class,
     is_wrapped,
-    schema,
     storage,
     without_modes,
 )
 from ..errors import StageError, place_of_call
-from ..tree import tree_map
+from ..operators import draws, effects_of, flat, is_collective, tensors_in, written
 
 aten = torch.ops.aten
 
 IN_PARAMS = "pass it in params, or what it is computed of, or detach it"
 """The mend of a gradient that would be lost, for a stage: a loss is given no parameters."""
-
-# Namespaces of the operators that communicate.
-_COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
 
 
 class LogicalDraws(TorchDispatchMode):
@@ -42,7 +36,7 @@ class LogicalDraws(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, effects = kwargs or {}, _effects(func)
+        kwargs, effects = kwargs or {}, effects_of(func)
         if effects.seeded and effects.writes and not args[0].is_contiguous():
             drawn = func(
                 torch.empty_like(args[0], memory_format=torch.contiguous_format), *args[1:], **kwargs
@@ -83,7 +77,7 @@ class Purity(LogicalDraws):
         if func is ASKS_DEVICE:
             return func(*args)
         kwargs = kwargs or {}
-        effects = _effects(func)
+        effects = effects_of(func)
         if effects.seeded and draws(func, args, kwargs):
             self.draws += 1
             # Without values nothing is drawn, so that only a stage that seeds has changed the generator.
@@ -93,7 +87,7 @@ class Purity(LogicalDraws):
                 )
         for tensor in written(func, args, kwargs):
             self._require_own(tensor)
-        for value in _flat((args, kwargs)):
+        for value in flat((args, kwargs)):
             if isinstance(value, torch.Tensor):
                 self._require_no_gradient_lost(func, value)
             elif isinstance(value, torch.Generator):
@@ -109,7 +103,7 @@ class Purity(LogicalDraws):
             raise self.after
         if is_collective(func):
             # The reduction comes first, in operators that have one.
-            texts = (value for value in _flat((args, kwargs)) if isinstance(value, str))
+            texts = (value for value in flat((args, kwargs)) if isinstance(value, str))
             if fault := collective_fault(func, tensors_in((args, kwargs)), self.strict, next(texts, "sum")):
                 raise StageError(self.stage, *fault)
         results = super().__torch_dispatch__(func, types, args, kwargs)
@@ -143,121 +137,6 @@ class Purity(LogicalDraws):
                 " would be lost",
                 IN_PARAMS,
             )
-
-
-class Repeated(TorchDispatchMode):
-    """Calls a function; from the second call on, repeats its draws and the results of its collectives."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.fn, self.notes, self.earlier = fn, list[Any](), iter(list[Any]())
-
-    def __call__(self, *args: Any) -> Any:
-        self.earlier = iter(self.notes[:])
-        with self:
-            return self.fn(*args)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, functional = kwargs or {}, is_collective(func) and func.namespace != "c10d"
-        if not (functional or (_effects(func).seeded and draws(func, args, kwargs))):
-            return func(*args, **kwargs)
-        into = written(func, args, kwargs)
-        if (note := next(self.earlier, None)) is None:
-            result = func(*args, **kwargs)
-            self.notes.append(tree_map(torch.clone, (None if result is args[0] else result, into)))
-            return result
-        result, values = tree_map(torch.clone, note)
-        for tensor, value in zip(into, values, strict=True):
-            tensor.copy_(value)
-        return args[0] if result is None else result
-
-
-def draws(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether this call draws random numbers.
-
-    Attention with a dropout of zero does not, nor does a backward that is given the seed of its forward.
-
-    >>> draws(torch.ops.aten.rand_like.default, (torch.zeros(2),), {})
-    True
-    >>> draws(torch.ops.aten._scaled_dot_product_efficient_attention_backward.default, (), {"dropout_p": 0.5})
-    False
-    """
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    arguments = schema(func).arguments
-    if any(argument.name == "philox_seed" for argument in arguments):
-        return False
-    for position, argument in enumerate(arguments):
-        if argument.name in ("dropout_p", "dropout"):
-            if position < len(args):
-                return args[position] != 0
-            return kwargs.get(argument.name, argument.default_value) != 0
-    return True
-
-
-# Operators that write into running statistics in training without declaring it.
-_NORMS = "batch_norm", "instance_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"
-_RUNNING_STATISTICS = {getattr(aten, name).default for name in _NORMS}
-
-
-class _Effects(NamedTuple):
-    """Describe the effects of an operator.
-
-    Args:
-        writes: positions and names of the arguments that it writes into.
-        statistics: whether it writes into running statistics without declaring it.
-        seeded: whether it may draw random numbers.
-        view: whether its results may be views of its arguments.
-    """
-
-    writes: tuple[tuple[int, str], ...] = ()
-    statistics: bool = False
-    seeded: bool = False
-    view: bool = False
-
-
-@cache
-def _effects(func: Any) -> _Effects:
-    if not isinstance(func, OpOverload):
-        return _Effects()
-    arguments = enumerate(schema(func).arguments)
-    writes = tuple((n, a.name) for n, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-    # The argument of `lift_fresh` is a tensor just made of Python or numpy data.
-    view = func is not aten.lift_fresh.default and any(
-        result.alias_info is not None for result in schema(func).returns
-    )
-    return _Effects(writes, func in _RUNNING_STATISTICS, torch.Tag.nondeterministic_seeded in func.tags, view)
-
-
-def is_collective(func: Any) -> bool:
-    """Tell whether an operator communicates, or waits for one that does."""
-    return getattr(func, "namespace", "") in _COLLECTIVES
-
-
-def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """List the tensors that a call of an operator writes into."""
-    effects = _effects(func)
-    values: list[Any] = [args[n] if n < len(args) else kwargs.get(name) for n, name in effects.writes]
-    if effects.statistics and args[5]:
-        values += args[3:5]
-    return list(tensors_in(values))
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    """Iterate over arguments or results of operators, which nest tuples, lists and dictionaries alone."""
-    inside = values.values() if isinstance(values, dict) else values
-    for value in inside if isinstance(values, (tuple, list, dict)) else (values,):
-        if isinstance(value, (tuple, list, dict)):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors among the arguments or results of an operator."""
-    return (value for value in _flat(values) if isinstance(value, torch.Tensor))
 
 
 def _shape(tensor: torch.Tensor) -> str:

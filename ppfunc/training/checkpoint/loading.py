@@ -14,7 +14,7 @@ import torch
 from ppfunc._checks import naming_arguments, require_type
 from ppfunc.runtime.lowering.comparison import differences
 from ppfunc.stage.layout import distributed, layout_of, local
-from ppfunc.stage.patterns import first_match
+from ppfunc.stage.signature import first_match
 
 from .foreign import holds_model_files, open_dcp, open_model_files
 from .naming import Leaf, Names, escaped, listed, named_leaves

@@ -11,8 +11,7 @@ from optree import PyTreeSpec
 
 from ppfunc._checks import shown
 from ppfunc.stage.frozen import ParameterKind
-from ppfunc.stage.patterns import first_match, note_patterns, require_reachable
-from ppfunc.stage.signature import differentiable, names_in
+from ppfunc.stage.signature import differentiable, first_match, names_in, note_patterns, require_reachable
 from ppfunc.stage.tree import tree_flatten
 
 from .protocols import Optimizer, Tree, text_of, unclipped

@@ -10,8 +10,7 @@ from ppfunc.runtime.ports.protocols import Wait
 from ppfunc.runtime.running.execute import NotFinite
 from ppfunc.runtime.values.buffers import Buffers, Gradients, Leaves, ParameterUpdate
 from ppfunc.stage.layout import local
-from ppfunc.stage.patterns import note_patterns
-from ppfunc.stage.signature import LeafSignature, Signature, leaf_names
+from ppfunc.stage.signature import LeafSignature, Signature, leaf_names, note_patterns
 from ppfunc.stage.tree import filled, tree_leaves
 
 from ..optim._torch import looked_through, multiply_into_each

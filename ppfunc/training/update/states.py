@@ -10,8 +10,7 @@ from ppfunc._checks import shown
 from ppfunc.runtime.ports.protocols import Collective, Wait
 from ppfunc.runtime.values.buffers import Leaves
 from ppfunc.stage.layout import local
-from ppfunc.stage.patterns import first_match, require_reachable
-from ppfunc.stage.signature import Signature, differentiable, leaf_names
+from ppfunc.stage.signature import Signature, differentiable, first_match, leaf_names, require_reachable
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from ..optim.protocols import Tree

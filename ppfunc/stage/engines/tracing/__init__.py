@@ -6,11 +6,11 @@
                       require_same     compares a trace of symbols with the one of numbers
     cut.py            cut              cuts the graph in forward, backward and the two parts of a backward;
                                        posts collectives early, waits late
-      again.py          cut_for          chooses what the backward computes again
-    interleave.py     interleave       runs two programs as one
+                      cut_for          chooses what the backward computes again
     emit.py           TracedFunction   writes a program in Python; runs the one in C++ if it is there
-      dispatch.py       find_call        finds the fastest call of each operator
-                        compiled         has inductor compile a program
+                      find_call        finds the fastest call of each operator
+                      compiled         has inductor compile a program
+                      interleave       runs two programs as one
       lifetimes.py      additions        finds how long memory is used, and where gradients are added up
       native.py         native           writes a program as a table, which ``native.cpp`` runs
 

@@ -11,8 +11,8 @@ from torch.fx import Node, map_arg
 
 from ..._torch import estimate, expression, without_modes, without_transforms
 from ...abstract.differentiable import DifferentiableStage
-from ...abstract.sizes import Numbers
 from ...errors import StageError
+from ...program import Numbers
 from .graph import (
     always_equal,
     ancestors,

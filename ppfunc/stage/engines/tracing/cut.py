@@ -1,23 +1,37 @@
-"""Cut a joint trace into the operators of F, of I and of W, and order those of each."""
+"""Cut a joint trace into the operators of F, of I and of W, order those of each, and choose what the backward
+computes again instead of keeping it.
+"""
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, groupby, pairwise
 from math import inf
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
+import optree
+import torch
 from torch.fx import Graph, Node, map_arg
 
-from ...abstract.sizes import Numbers
+from ppfunc._checks import limited
+
+from ..._torch import OpOverload, estimate, schema
 from ...errors import StageError, other_engine
+from ...operators import flops_of, is_collective
+from ...program import Numbers
+from ...signature import first_match
 from .graph import (
     ancestors,
     base,
+    bytes_of,
     is_call,
     is_dense,
+    is_effect,
     is_element,
     is_of_forward,
     is_post,
     is_random,
+    is_tensor,
     is_wait,
     operator_of,
     root,
@@ -216,3 +230,308 @@ def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:
             f'use graph(remat="full"), which makes it again, or {other_engine("functional")}',
         )
     return sum(n.meta["val"].untyped_storage().nbytes() for n in owners)
+
+
+# -- what the backward computes again
+
+Predicate = Callable[[OpOverload, int], bool]
+"""From an operator, and how many calls of it came before, to: compute its results again?"""
+
+Choice = Literal["cheap", "none", "full"] | Predicate
+Remat = Choice | Mapping[str, Choice]
+"""``"cheap"`` computes again what saves most, for 1% of the work of a step; ``"none"`` nothing; ``"full"``
+keeps what enters blocks alone; a predicate chooses operators; a mapping chooses by the names of modules."""
+
+aten = torch.ops.aten
+_NORMS = {"native_layer_norm", "_fused_rms_norm", "_to_copy"}
+_FORWARDS = 2.0  # that W computes at most to hold nothing
+_SHARE = 0.01  # of the work of a step, that is computed again by default
+_IN_FLIGHT = 4  # microbatches that a stage keeps at once, supposed where blocks are chosen
+# Units of work per number that a kernel writes: multiplications in the same time, on the CPU and elsewhere.
+_ON_CPU, _ELSEWHERE, _COMMUNICATED = 50.0, 500.0, 1000.0
+
+
+def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -> ProgramBlocks:
+    """Cut the trace so that the backward computes again what ``remat`` says.
+
+    Results of random operators are always kept. No operator runs more than twice; with ``"full"``, where W
+    computes again what it would get from I, no more than three times.
+
+    Args:
+        joint: the trace.
+        remat: see :func:`~ppfunc.stage.graph`.
+        name: of the stage, for errors.
+        params: names of the parameters.
+
+    Raises:
+        StageError: a pattern names nothing.
+
+    References:
+        Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    """
+    if isinstance(remat, Mapping):
+        return _by_place(joint, remat, name, params)
+    if remat == "cheap":
+        return _cheap(joint, set(), repeatable(joint))
+    again = set[Node]()
+    if remat == "full":
+        again = repeatable(joint) - _boundaries(joint)
+        return cut(joint, again, _twice(joint, again))
+    return cut(joint, _asked(joint, filter(is_call, early_nodes(joint)), remat) if callable(remat) else ())
+
+
+def _source(node: Node) -> Node:
+    """Return the call that makes the result of a node: for a wait, the collective."""
+    while is_element(node) or is_wait(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _operator(node: Node) -> OpOverload:
+    """Return the operator that makes the result of a node."""
+    operator = _source(node).target
+    assert isinstance(operator, OpOverload)
+    return operator
+
+
+def _asked(joint: Joint, calls: Iterable[Node], predicate: Predicate) -> set[Node]:
+    """Choose the calls, and the views of their results, for which a predicate is true."""
+    calls, counts, chosen = sorted(calls), Counter[OpOverload](), set[Node]()
+    for node in calls:
+        if _source(node) is node:
+            operator = _operator(node)
+            if predicate(operator, counts[operator]):
+                chosen.add(node)
+            counts[operator] += 1
+    return {n for n in calls if _source(root(n)) in chosen} & repeatable(joint)
+
+
+def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterable[str]) -> ProgramBlocks:
+    """Compute again what is chosen for each module; elsewhere what is cheap."""
+    early = early_nodes(joint)
+    again, full, cheap = set[Node](), set[Node](), repeatable(joint)
+    names = dict(zip(joint.params, params, strict=True))
+    for pattern, calls in _stretches(sorted(filter(is_call, early)), remat, names, name):
+        choice = remat[pattern]
+        if choice != "cheap":
+            cheap -= calls
+        if choice == "full":
+            leaving = {operator_of(n) for n in calls if not calls.issuperset(early.intersection(n.users))}
+            full |= {n for n in calls if operator_of(n) not in leaving}
+        elif callable(choice):
+            again |= _asked(joint, calls, choice)
+    again |= full & repeatable(joint)
+    return _cheap(joint, again, cheap, _twice(joint, again) if full else set())
+
+
+def _stretches(
+    calls: Sequence[Node], patterns: Collection[str], params: Mapping[Node, str], stage: str
+) -> Iterator[tuple[str, set[Node]]]:
+    """Group the calls of a forward by the modules that patterns name; a module has those of its submodules.
+
+    A stage that calls no module is grouped by its parameters. Patterns match the name of a parameter, or the
+    part of it before a dot. A call belongs to the parameter that it reads, or else to the one read last.
+
+    Args:
+        calls: in order.
+        patterns: the first that matches counts.
+        params: names of the parameters.
+        stage: its name, for errors.
+
+    Yields:
+        A pattern, and calls of one module that follow one another.
+
+    Raises:
+        StageError: a pattern matches no name.
+    """
+    places = [operator_of(n).meta.get("module") for n in calls]
+    known = {name for place in places if place is not None for name in place.names.values() if name}
+    paths = ["" if place is None else place.name for place in places]
+    if not (of_modules := bool(known)):
+        known, paths = {p for name in params.values() for p in _prefixes(name)}, [*_last_read(calls, params)]
+    for one in (one for pattern in patterns for one in pattern.split("|")):
+        if not any(first_match(name, [one]) for name in known):
+            names = limited(", ".join(sorted(known)), 300)
+            raise StageError(
+                stage,
+                f"remat: got {one!r}, expected names of {'modules' if of_modules else 'parameters'}: {names}",
+                "correct the pattern, or give the stages that have such names an engine of their own",
+            )
+
+    def named(path: str) -> tuple[str, str]:
+        inside = [name for name in _prefixes(path) if name in known]
+        return next(((p, name) for p in patterns for name in inside if first_match(name, [p])), ("", ""))
+
+    for (pattern, _), group in groupby(zip(map(named, paths), calls, strict=True), key=lambda pair: pair[0]):
+        if pattern:
+            yield pattern, {call for _, call in group}
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield the names on the way to a place.
+
+    >>> list(_prefixes("h.0.mlp"))
+    ['h', 'h.0', 'h.0.mlp']
+    """
+    return accumulate(path.split("."), "{}.{}".format)
+
+
+def _last_read(calls: Iterable[Node], params: Mapping[Node, str]) -> Iterator[str]:
+    name = ""
+    for call in calls:
+        name = next((params[a] for a in call.all_input_nodes if a in params), name)
+        yield name
+
+
+def repeatable(joint: Joint) -> set[Node]:
+    """Find the calls of F that may run again: all but random ones and their results."""
+    calls = filter(is_call, early_nodes(joint))
+    return {n for n in calls if not is_random(operator_of(n))}
+
+
+def _boundaries(joint: Joint) -> set[Node]:
+    """Choose the results of the forward that are kept, so that the backward computes again a block at a time.
+
+    The forward is cut where little crosses: what is kept of `_IN_FLIGHT` microbatches, and what the largest
+    block keeps for its backward, are least together.
+    """
+    calls, may_repeat = sorted(filter(is_call, early_nodes(joint))), repeatable(joint)
+    if not calls:
+        return set()
+    places = {node: n for n, node in enumerate(calls)}
+    last = {a: n for n, node in enumerate(calls) for a in node.all_input_nodes}
+    inner = [n for n in calls if is_tensor(n) and {n, root(n)} <= may_repeat]
+    needed = set(map(root, cut(joint).residuals))
+    sizes, crossing = [0.0] * len(calls), [dict[int, float]() for _ in calls]  # by the place of the owner
+    for node in inner:
+        owner = places[root(node)]
+        size = _size(node)
+        sizes[owner] = size if root(node) in needed and size < math.inf else 0
+        for n in range(places[node], last.get(node, 0)):
+            crossing[n][owner] = size
+    held = [0.0, *accumulate(sizes)]
+    total = [sum(each.values()) for each in crossing]
+    ends = [n for n, after in enumerate(calls[1:]) if not is_element(after)]
+    ends = [a for a, b in pairwise([*ends, len(calls) - 1]) if total[a] < total[b]] + [len(calls) - 1]
+
+    def cheapest(most: float) -> tuple[float, tuple[int, ...]]:
+        """Choose the ends of blocks that need at most so many bytes; return what they keep, and them."""
+        best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (0, ())}
+        for end in ends:
+            starts = [b for b in best if held[end + 1] - held[b + 1] <= most]
+            each = ((best[b][0] + sum(size for n, size in crossing[end].items() if n > b), b) for b in starts)
+            size, start = min(each, default=(math.inf, -1))
+            best[end] = size, (*best[start][1], end)
+        return best[ends[-1]]
+
+    choices, most = [], held[-1]
+    while (choice := cheapest(most))[0] < math.inf:
+        most = max(held[b + 1] - held[a + 1] for a, b in pairwise((-1, *choice[1])))
+        choices.append((_IN_FLIGHT * choice[0] + most, choice[1]))
+        most = 0.9 * most - 1
+    kept = {operator_of(n) for n in inner for end in min(choices)[1] if places[n] <= end < last.get(n, 0)}
+    return {n for n in calls if operator_of(n) in kept}
+
+
+def _twice(joint: Joint, again: set[Node]) -> set[Node]:
+    """Choose the operators of I that W computes itself, so that little is held from one to the other.
+
+    They are those of the forward, and those that make gradients whose bytes are worth it: at a price of
+    `_FORWARDS` forwards for all bytes that W would get from I.
+    """
+    pure = {n for n in cut(joint, again).backward_input.body if not (is_effect(n) or is_wait(n))}
+    twice = pure & again
+    blocks = cut(joint, again, twice)
+    held, body = blocks.backward_weight.arguments[0], set(blocks.backward_weight.body)
+    price = _FORWARDS * sum(map(work_of, blocks.forward.body)) / max(_total(joint, held), 1)
+    return twice | _chosen(joint, held, pure, body, price=price)
+
+
+def _cheap(joint: Joint, again: set[Node], inside: set[Node], twice: Iterable[Node] = ()) -> ProgramBlocks:
+    """Compute again what elementwise operators and norms make of what is kept anyway.
+
+    That is at most `_SHARE` of the work of a step, and of what saves most for its work.
+
+    Args:
+        again, twice: what is computed again beside that, see :func:`cut`.
+        inside: calls of which some may run again.
+    """
+    blocks = cut(joint, again, twice)
+    cheap = {n for n in inside if base(n) is not None or _is_cheap(_operator(n))}
+    most = _SHARE * sum(map(work_of, filter(is_call, joint.graph.nodes)))
+    more = _chosen(joint, blocks.residuals, cheap, again, most=most)
+    if not more:
+        return blocks
+    late = cut(joint, again | more, twice)
+    held, handed = (_total(joint, each.backward_weight.arguments[0]) for each in (blocks, late))
+    # W may need more to compute something again than that has bytes: I then does.
+    return late if handed <= held else cut(joint, again | more, twice, ahead=more)
+
+
+def _is_cheap(target: OpOverload) -> bool:
+    return torch.Tag.pointwise in target.tags or schema(target).name.removeprefix("aten::") in _NORMS
+
+
+def _chosen(
+    joint: Joint,
+    held: Nodes,
+    inside: set[Node],
+    body: set[Node],
+    price: float = math.inf,
+    most: float = math.inf,
+) -> set[Node]:
+    """Choose what to compute of what else is held, instead of holding it: what saves most for its work first.
+
+    Args:
+        held: what there is.
+        inside: the calls that may run.
+        body: those that run anyway.
+        price: the most work per byte saved.
+        most: the most work.
+    """
+    there, free = {*map(root, held), *joint.params}, inside - body - set(held)
+    owners, chosen = dict[Node, set[Node]](), set[Node]()
+    for node in held:
+        owners.setdefault(root(node), set()).add(node)
+
+    def anew(owner: Node) -> tuple[float, float, set[Node]]:
+        """Find the work to compute a storage, the bytes saved, and the calls."""
+        cone = ancestors(owners[owner], free | owners[owner])
+        reads = {root(a) for n in cone for a in n.all_input_nodes if a.op != "get_attr"}
+        more = sum(map(_size, reads - cone - body - chosen - there))
+        return sum(map(work_of, cone)), _size(owner) - more if owner in cone else 0, cone
+
+    dear = {n: work / max(saved, 1) for n in owners if n in inside for work, saved, _ in [anew(n)]}
+    for owner in sorted(dear, key=dear.__getitem__):
+        work, saved, cone = anew(owner)
+        if saved > 0 and work <= min(price * saved, most):
+            most -= work
+            chosen |= cone
+            free -= cone
+    return chosen
+
+
+def _total(joint: Joint, held: Nodes) -> float:
+    """Count the bytes of storages, each once, without those of parameters."""
+    return sum(map(_size, set(map(root, held)) - set(joint.params)))
+
+
+def _size(node: Node) -> float:
+    """Return the bytes of the storage of a node, without end for a sparse one."""
+    return bytes_of(root(node)) if is_dense(root(node)) else math.inf
+
+
+def work_of(node: Node) -> float:
+    """Estimate the work of a call: its multiplications and additions, or a few units per number written.
+
+    A collective counts many per number.
+    """
+    if is_element(node) or base(node) is not None:
+        return 0.0
+    value, read = node.meta["val"], torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = cast("tuple[Any, dict[str, Any]]", read)
+    made = [t for t in optree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+    written = estimate(sum(t.numel() for t in made))
+    each = _ON_CPU if all(t.device.type == "cpu" for t in made) else _ELSEWHERE
+    work = (_COMMUNICATED if is_collective(_operator(node)) else each) * written
+    return work + float(estimate(flops_of(_operator(node).overloadpacket, args, kwargs, value)))

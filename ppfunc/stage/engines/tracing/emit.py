@@ -1,9 +1,17 @@
-"""Write parts of a trace as Python functions, for engines and splits: straight-line code on flat tuples."""
+"""Write parts of a trace as Python functions, for engines and splits: straight-line code on flat tuples.
+
+Each operator is called by one of torch's own bindings, which are faster than operator objects: a step of
+stages of width 64 takes 1.18 to 1.23 times as long without them, of width 256 no longer
+(``tests/benchmarks/stage_time.py``). Or a whole part is one function that inductor compiles, for the shapes
+and strides of the trace. Two programs may be joined to one, so that operators of one run between a collective
+of the other and the wait for it.
+"""
 
 import builtins
 import math
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import groupby
 from keyword import iskeyword
@@ -11,23 +19,43 @@ from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 from ..._torch import (
+    BINDINGS,
+    METHODS,
+    FakeTensorMode,
+    TorchDispatchMode,
     any_autocast,
+    below_autograd,
+    binding,
     function_modes,
+    inductor,
+    onednn_enabled,
     operator_modes,
+    schema,
+    switch_onednn,
     transforming,
+    vector_options,
     without_function_modes,
 )
-from ...abstract.sizes import Numbers
 from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace
-from ...program import FlatProgram
-from .cut import Block, ProgramBlocks, posted_early
-from .dispatch import OperatorCall, compiled, find_call
-from .graph import always_equal, arguments, is_element, is_post
+from ...program import FlatProgram, Numbers
+from .cut import Block, ProgramBlocks, posted_early, waited_late
+from .graph import (
+    always_equal,
+    arguments,
+    comparable,
+    is_dense,
+    is_element,
+    is_post,
+    is_tensor,
+    module_of,
+    named_arguments,
+)
+from .joint import Nodes
 from .lifetimes import Addition, additions, calls_of
-from .native import native, table
+from .native import RECORDING, native, table
 
 _writing = threading.RLock()  # one thread at a time
 
@@ -346,3 +374,238 @@ def _accumulating(recipe: Recipe, groups: Sequence[Addition]) -> Recipe | None:
     changed = Block((*block.arguments, tuple(into)), tuple(body), tuple(rest))
     title = f"{recipe.title}_accumulating"
     return recipe._replace(block=changed, names=(*recipe.names, "into"), title=title)
+
+
+# -- what a program calls
+
+_FOUND: "dict[Hashable, OperatorCall]" = {}
+
+# Random operators stay those of torch, so that compiled and plain programs draw the same numbers. What calls
+# the kernels in C++ is compiled apart from them, with less optimization: g++ takes two thirds of the time.
+_OPTIONS = {"fallback_random": True, "cpp_wrapper_build_separate": True}
+_NAMESPACES = ("aten", "prims")  # of the operators that inductor's C++ can call, whatever their arguments
+
+
+class OperatorCall(NamedTuple):
+    """Describe how a program calls an operator."""
+
+    function: Callable[..., Any] | None  # of all arguments, if there is no method
+    method: str = ""  # of the first argument
+    spread: bool = False  # whether the last argument, a list of numbers, is given as that many arguments
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.function is not None:
+            return self.function(*args, **kwargs)
+        rest = (*args[1:-1], *args[-1]) if self.spread else args[1:]
+        return getattr(args[0], self.method)(*rest, **kwargs)
+
+
+def find_call(node: Node) -> OperatorCall:
+    """Find a binding that calls the operator of ``node`` and nothing else, by default the operator itself.
+
+    An operator object converts its arguments in a slow general way (about 1 us a call); a binding
+    has a parser made for it. That a binding does the same is seen, not assumed: it is called once, and
+    what it dispatches must be this very call. Calls whose arguments have the same types share the finding.
+    """
+    if "call" not in node.meta:
+        numbers: dict[Node, int] = {}
+        kind = (node.target, _kind(node.args, numbers), _kind(tuple(node.kwargs.items()), numbers))
+        if kind not in _FOUND:
+            _FOUND[kind] = _find(node)
+        node.meta["call"] = _FOUND[kind]
+    return node.meta["call"]
+
+
+def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
+    """Describe what the parser of a binding looks at: types, ranks, lengths, which arguments are the same."""
+    if isinstance(value, Node):
+        same, t = numbers.setdefault(value, len(numbers)), value.meta["val"]
+        if not (is_tensor(value) and is_dense(value)):
+            return ("other", same, type(t))
+        return ("tensor", same, t.dim(), t.dtype, t.device.type, t.is_conj(), t.is_neg())
+    if isinstance(value, (list, tuple)):
+        return (type(value), *(_kind(v, numbers) for v in value))
+    return (str, value) if isinstance(value, str) else (type(value),)
+
+
+def _find(node: Node) -> OperatorCall:
+    if node.target is RECORDING:
+        return OperatorCall(torch.enable_grad()(binding(node.target)))
+    # A tensor that requires no gradient can stand for a number, if it has no axis.
+    tensors = {n: t if (t := n.meta["val"]).dim() else t.detach() for n in node.all_input_nodes}
+    args, kwargs = map_arg((node.args, node.kwargs), tensors.__getitem__)
+    itself = OperatorCall(binding(node.target))
+    wanted = _dispatched(itself, args, kwargs, node)
+    return next(
+        (call for call in _candidates(node) if wanted and _dispatched(call, args, kwargs, node) == wanted),
+        itself,
+    )
+
+
+def _candidates(node: Node) -> Iterator[OperatorCall]:
+    name = schema(node.target).name.split("::")[1]
+    if hasattr(METHODS, name) and node.args and isinstance(node.args[0], Node):
+        if len(node.args) > 1 and isinstance(node.args[-1], (list, tuple)) and not node.kwargs:
+            yield OperatorCall(None, name, spread=True)
+        yield OperatorCall(None, name)
+    for module in BINDINGS:
+        if hasattr(module, name):
+            yield OperatorCall(getattr(module, name))
+
+
+def _dispatched(
+    call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node
+) -> list[Any] | None:
+    """List the operators that a call comes down to, and run none.
+
+    Returns:
+        None if it refuses its arguments.
+    """
+    with _Observe(node.meta["val"]) as seen, below_autograd():
+        try:
+            call(*args, **kwargs)
+        except (TypeError, RuntimeError, NotImplementedError, AttributeError):
+            return None
+    return seen.calls
+
+
+class _Observe(TorchDispatchMode):
+    """Notes calls in a form that can be compared, and returns a known result instead of computing one."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.result = result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            return func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.detach.default and args[0] is self.result:
+            return self.result  # factories detach what they return, where somebody else holds it too
+        self.calls.append((func, comparable([*named_arguments(func, args, kwargs or {}).values()])))
+        return self.result
+
+
+# -- parts that inductor compiles
+
+
+@contextmanager
+def without_onednn() -> Iterator[None]:
+    """Trace recurrent layers as plain operators.
+
+    Inductor does not know how much those of oneDNN keep for their backward. The context manager of torch sets
+    TF32 beside it, and so warns where torch was built without it; torch's tests forbid to set its attribute.
+    """
+    before = onednn_enabled()
+    switch_onednn(False)
+    try:
+        yield
+    finally:
+        switch_onednn(before)
+
+
+def compiled(
+    block: Block,
+) -> tuple[Callable[..., Any], tuple[torch.fx.Node, ...], tuple[torch.fx.Node, ...]]:
+    """Compile the body of a part as one function.
+
+    Returns:
+        The function, the nodes of its arguments, and those of its results.
+
+    The shapes and strides of a trace are fixed. A call does not look for a program by them; inductor asserts
+    them. C++ calls torch's operators on the CPU. Equal programs are compiled once per machine, by what
+    inductor keeps on disk. Those with random operators that it would decompose are compiled once per process.
+    """
+    body = set(block.body)
+    inputs = tuple(
+        dict.fromkeys(
+            a for n in block.body for a in n.all_input_nodes if a not in body and a.op != "get_attr"
+        )
+    )
+    outputs = tuple(dict.fromkeys(n for results in block.results for n in results if n in body))
+    assert all(map(is_tensor, outputs))
+    compile_fx, decompositions, lowerings, make_fallback, ShapeEnv = inductor()
+    # Random operators stay whole, too.
+    whole = {n.target for n in block.body if _is_random(n.target)} & decompositions.keys()
+    for op in whole - lowerings.keys():
+        # Left to itself, inductor refuses to where CI is set.
+        make_fallback(op, warn=False, override_decomp=True)
+    ours = {op: f for op, f in decompositions.items() if not _is_random(op)} if whole else None
+    # Without an environment for symbolic shapes, which stays empty, inductor keeps nothing on disk. It finds
+    # what it keeps by a key that leaves decompositions out, so it may only where they are its own.
+    with FakeTensorMode(shape_env=None if whole else ShapeEnv(), static_shapes=True):
+        examples = [  # in one mode for all: the arguments may come from two traces
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+            for v in (n.meta["val"] for n in inputs)
+        ]
+    graph = torch.fx.Graph()
+    graph.output(Block((inputs,), block.body, (outputs,)).copied(graph).results[0])
+    module = module_of(graph)
+    for node in graph.nodes:
+        node.meta.clear()  # it is of the mode of its trace
+    plain = all(getattr(n.target, "namespace", "aten") in _NAMESPACES for n in block.body)
+    here = plain and all(v.device.type == "cpu" for v in examples)
+    options = _OPTIONS | vector_options() | {"cpp_wrapper": here}
+    return compile_fx(module, examples, config_patches=options, decompositions=ours), inputs, outputs
+
+
+def _is_random(operator: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
+
+
+# -- two programs as one
+
+
+def interleave(first: Recipe, second: Recipe) -> Recipe:
+    """Join two functions that share no name: one that takes the arguments of both and returns both results.
+
+    Equivalent to ``lambda *a: (*first(*a[:n]), *second(*a[n:]))``, the operators of each in their order:
+    those of one between a collective of the other and the wait for it, without collectives in turn.
+    """
+    both = Graph()
+    one, two = first.block.copied(both), second.block.copied(both)
+    body = waited_late(_in_turn(one.body, two.body))
+    block = Block(one.arguments + two.arguments, tuple(body), one.results + two.results)
+    return Recipe(
+        block,
+        first.names + second.names,
+        f"{first.title} and {second.title} together",
+        first.settle + second.settle,
+        first.compile or second.compile,
+    )
+
+
+def _in_turn(one: Nodes, two: Nodes) -> list[Node]:
+    """Merge both bodies, which communicate in turn; the second begins, as a backward has less to do before::
+
+        one:        a  post         b  post         c
+        two:  post           d  post         e
+
+    The order of the collectives follows from their numbers alone: ranks whose stages differ in other
+    operators begin them in the same order.
+    """
+    counts = [sum(map(is_post, body)) for body in (one, two)]
+    turns = sorted(((k + 0.5) / n, -which) for which, n in enumerate(counts) for k in range(n))
+    owners = [-which for _, which in turns]
+    keyed = [*_keyed(one, 0, owners), *_keyed(two, 1, owners)]
+    return [node for _, node in sorted(keyed, key=lambda entry: entry[0])]
+
+
+def _keyed(body: Nodes, which: int, owners: list[int]) -> Iterator[tuple[tuple[float, ...], Node]]:
+    """Yield the calls of a body with their places, given whose each collective of the merged program is.
+
+    A place is a tuple to sort by: the number of a collective; 0 for that collective, 1 or 2 for calls behind
+    it; how far the call is between two collectives of its body, from 0 to 1; and its body. Calls between two
+    collectives are spread evenly behind those of the other body in between, or stay behind the first if there
+    are none.
+    """
+    start, ends = 0, [n for n, node in enumerate(body) if is_post(node)]
+    mine = [turn for turn, owner in enumerate(owners) if owner == which]
+    for last, turn, end in zip((-1, *mine), (*mine, len(owners)), (*ends, len(body)), strict=True):
+        gaps, size = range(last + 1, turn) or [last], end - start
+        for n, node in enumerate(body[start:end]):
+            gap = gaps[n * len(gaps) // size]
+            yield (gap, 2 if gap == last else 1, (n + 0.5) / size, which), node
+        if end < len(body):
+            yield (turn, 0), body[end]
+        start = end + 1

@@ -11,8 +11,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..._torch import FakeTensor, OpOverload, estimate, expression, schema
 from ...abstract.evaluation import NoValuesError
-from ...abstract.purity import draws, is_collective
 from ...errors import Names, StageError, module_of_call, place_of_call
+from ...operators import draws, is_collective
 
 TRACED = {torch.Tensor, torch.nn.Parameter, FakeTensor}
 """The classes of tensors whose operators are recorded."""

@@ -23,8 +23,8 @@ from ..._torch import (
 )
 from ...abstract.differentiable import DifferentiableStage, contiguous
 from ...abstract.evaluation import without_values
-from ...abstract.purity import tensors_in, written
 from ...errors import StageError, first_line, other_engine, refuse_own
+from ...operators import tensors_in, written
 from ...program import Gradients, Leaves
 from ...signature import differentiable
 from .graph import (

@@ -31,10 +31,11 @@ from torch.fx import Node
 from ..._torch import OpOverload, schema
 from ...errors import TRACED_LINES
 from .cut import Block
-from .dispatch import RECORDING
 from .graph import arguments, is_element, is_mutable
 
 aten = torch.ops.aten
+# It returns what its backward needs only in grad mode, outside of which programs run.
+RECORDING = torch.ops.aten.mkldnn_rnn_layer.default
 Program = Callable[..., Any]
 
 _SOURCE = Path(__file__).with_name("native.cpp")

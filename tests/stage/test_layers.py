@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ppfunc.parallel import Partition
-from ppfunc.stage.modules.layers import stages_from_layers
+from ppfunc.stage.modules import stages_from_layers
 
 
 def affine(params, x, *extras):
