@@ -161,7 +161,7 @@ def test_every_name_of_the_front_door_exists():
     assert set(ppfunc.__all__) >= {build.__name__ for build in ppfunc.schedule.BUILDERS.values()}
 
 
-LAZY = ["", "schedule", "parallel", "runtime", "stage", "stage.engines", "splitter", "training.optim"]
+LAZY = ["", "schedule", "parallel", "runtime", "stage", "splitter", "training.optim"]
 
 
 @pytest.mark.parametrize("package", LAZY)
