@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ppfunc._checks import limited
-from ppfunc.schedule.text import shortened
+from ppfunc.schedule.instruction import shortened
 
 _LONGEST = 4000
 

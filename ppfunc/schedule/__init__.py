@@ -46,49 +46,43 @@ if TYPE_CHECKING:
     )
     from .costs import Costs as Costs
     from .errors import ScheduleError as ScheduleError
-    from .formats.configuration import configure as configure
-    from .formats.csv import from_csv as from_csv, to_csv as to_csv
-    from .formats.files import read_schedule as read_schedule
-    from .formats.grid import to_grid as to_grid
+    from .formats.csv import from_csv as from_csv, to_csv as to_csv, to_torch_csv as to_torch_csv
+    from .formats.files import configure as configure, read_schedule as read_schedule
+    from .formats.grid import to_grid as to_grid, to_steps as to_steps
     from .formats.svg import to_svg as to_svg
-    from .formats.torch_csv import to_torch_csv as to_torch_csv
     from .formats.trace import from_trace as from_trace, to_trace as to_trace
     from .instruction import (
         B as B,
         F as F,
+        FormatError as FormatError,
         I as I,
         Instruction as Instruction,
         Op as Op,
         W as W,
         overlap as overlap,
+        parse_instruction as parse_instruction,
         parts_of as parts_of,
     )
     from .json import from_json as from_json, to_json as to_json
-    from .passes.insert import (
+    from .passes.place_communication import place_communication as place_communication
+    from .passes.rewrite import (
+        append_tail as append_tail,
+        compute_only as compute_only,
+        forward_only as forward_only,
         insert_loads as insert_loads,
         insert_offloads as insert_offloads,
         insert_recomputes as insert_recomputes,
-        with_skips as with_skips,
-    )
-    from .passes.place_communication import place_communication as place_communication
-    from .passes.rewrite import (
-        compute_only as compute_only,
-        forward_only as forward_only,
+        insert_unshards as insert_unshards,
         merge_backward as merge_backward,
+        reduce_early as reduce_early,
         remove_communication as remove_communication,
         remove_slots as remove_slots,
         remove_tail as remove_tail,
         remove_unshards as remove_unshards,
         split_backward as split_backward,
+        with_skips as with_skips,
     )
-    from .passes.running import (
-        allocate_slots as allocate_slots,
-    )
-    from .passes.whole_stage import (
-        append_tail as append_tail,
-        insert_unshards as insert_unshards,
-        reduce_early as reduce_early,
-    )
+    from .passes.running import allocate_slots as allocate_slots
     from .planner.bounds import lower_bound as lower_bound
     from .planner.overview import compare_schedules as compare_schedules, to_scatter as to_scatter
     from .planner.plan import Plan as Plan, plan as plan
@@ -98,13 +92,7 @@ if TYPE_CHECKING:
         peak_activations as peak_activations,
         simulate as simulate,
     )
-    from .schedule import (
-        Chain as Chain,
-        Schedule as Schedule,
-        Step as Step,
-        single_chain as single_chain,
-    )
-    from .text import FormatError as FormatError, parse_instruction as parse_instruction, to_steps as to_steps
+    from .schedule import Chain as Chain, Schedule as Schedule, Step as Step, single_chain as single_chain
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -114,32 +102,28 @@ else:
                 " find_builder gpipe inference interleaved_1f1b interleaved_zb looped_bfs one_f_one_b v_half"
                 " v_min zb_h1 zb_h2 zbv zbv_greedy zero_bubble"
             ),
-            "proof.certificate": "check",
-            "formats.configuration": "configure",
             "costs": "Costs",
             "errors": "ScheduleError",
-            "formats.csv": "from_csv to_csv",
-            "formats.files": "read_schedule",
-            "formats.grid": "to_grid",
-            "json": "from_json to_json",
+            "formats.csv": "from_csv to_csv to_torch_csv",
+            "formats.files": "configure read_schedule",
+            "formats.grid": "to_grid to_steps",
             "formats.svg": "to_svg",
-            "text": "FormatError parse_instruction to_steps",
-            "formats.torch_csv": "to_torch_csv",
             "formats.trace": "from_trace to_trace",
-            "instruction": "B F I Instruction Op W overlap parts_of",
-            "planner.overview": "compare_schedules to_scatter",
-            "passes.insert": "insert_loads insert_offloads insert_recomputes with_skips",
+            "instruction": "B F FormatError I Instruction Op W overlap parse_instruction parts_of",
+            "json": "from_json to_json",
             "passes.place_communication": "place_communication",
             "passes.rewrite": (
-                "compute_only forward_only merge_backward remove_communication remove_slots remove_tail"
-                " remove_unshards split_backward"
+                "append_tail compute_only forward_only insert_loads insert_offloads insert_recomputes"
+                " insert_unshards merge_backward reduce_early remove_communication remove_slots remove_tail"
+                " remove_unshards split_backward with_skips"
             ),
             "passes.running": "allocate_slots",
-            "passes.whole_stage": "append_tail insert_unshards reduce_early",
             "planner.bounds": "lower_bound",
+            "planner.overview": "compare_schedules to_scatter",
             "planner.plan": "Plan plan",
-            "schedule": "Chain Schedule Step single_chain",
+            "proof.certificate": "check",
             "proof.timeline": "Timeline peak_activations simulate",
+            "schedule": "Chain Schedule Step single_chain",
         },
     )
 

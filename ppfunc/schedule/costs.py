@@ -10,6 +10,7 @@ from typing import Any, Literal, Self, get_args, overload
 from ppfunc._checks import naming_arguments, require_counts, require_type, show_table, table
 
 from .errors import require_schedule
+from .instruction import KINDS, Op
 from .json import plain, read_values
 from .schedule import Schedule
 
@@ -232,11 +233,11 @@ class Costs:
             self.of("backward_input", stage) + self.of("backward_weight", stage) if whole is None else whole
         )
 
-    def time_of(self, op: str, stage: int) -> Number:
-        """Return the time of an instruction: B, RECOMPUTE, a copy, or one of a whole stage."""
+    def time_of(self, op: Op, stage: int) -> Number:
+        """Return the time of an instruction that is no message and no overlapped pair."""
         if op == "B":
             return self.backward_of(stage)
-        time = self.of(op.lower(), stage)
+        time = self.of(KINDS[op].cost or op.lower(), stage)
         if time is None and op == "FETCH":
             time = self.of("offload", stage)
         return time if time is not None else self.of("forward", stage) if op == "RECOMPUTE" else 0

@@ -11,12 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from .instruction import WITHOUT_VALUE, Instruction, Op, microbatch_of, parts_of
+from .instruction import AFTER, BEFORE, ELEMENTARY, KINDS, OWN, Instruction, Op, microbatch_of, parts_of
 from .schedule import Schedule
-
-# Distance from a stage's output to the product of an instruction. W counts as its input gradient, which no
-# other instruction produces; RECOMPUTE as its forward.
-PRODUCT = {Op.F: 0, Op.RECOMPUTE: 0, Op.B: 1, Op.I: 1, Op.W: 1}
 
 
 class EdgeFlow(NamedTuple):
@@ -80,9 +76,9 @@ class Dataflow:
     def products(self, instruction: Instruction) -> tuple[int, ...]:
         """Return the values that a compute instruction produces: two for a pair, none for W and RECOMPUTE."""
         return tuple(
-            self.output(part.stage, microbatch_of(part)) + PRODUCT[part.op]
+            self.output(part.stage, microbatch_of(part)) + KINDS[part.op].product
             for part in parts_of(instruction)
-            if part.op not in WITHOUT_VALUE
+            if KINDS[part.op].makes
         )
 
     def consumed(self, instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -96,17 +92,20 @@ class Dataflow:
     @cached_property
     def needs(self) -> dict[tuple[Op, int], tuple[tuple[int, int], ...]]:
         """Map ``(op, stage)`` to the inputs for microbatch 0: pairs (value, stage of origin); skips last."""
-        needs: dict[tuple[Op, int], tuple[tuple[int, int], ...]] = {}
-        for stage in range(self.schedule.stages):
-            output = self.output(stage, 0)
-            needs[Op.F, stage] = ()
-            needs[Op.B, stage] = ((output, stage),)
-            needs[Op.W, stage] = ((output + 1, stage),)
-            needs[Op.RECOMPUTE, stage] = ((output, stage),)
+        stages = range(self.schedule.stages)
+        makers: dict[tuple[int, int], list[int]] = {(OWN, stage): [stage] for stage in stages}
         for a, b in self.schedule.edges:
-            needs[Op.F, b] += ((self.output(a, 0), a),)
-            needs[Op.B, a] += ((self.output(b, 0) + 1, b),)
-        return needs | {(Op.I, stage): needs[Op.B, stage] for stage in range(self.schedule.stages)}
+            makers.setdefault((BEFORE, b), []).append(a)
+            makers.setdefault((AFTER, a), []).append(b)
+        return {
+            (op, stage): tuple(
+                (self.output(maker, 0) + value, maker)
+                for value, whose in KINDS[op].inputs
+                for maker in makers.get((whose, stage), ())
+            )
+            for stage in stages
+            for op in ELEMENTARY
+        }
 
     @cached_property
     def routes(self) -> dict[tuple[Op, int, int | None], MessageRoute]:
@@ -115,7 +114,7 @@ class Dataflow:
         home = self.schedule.placement
         for source, target, op, send, receive, far, near in edge_flows(self.schedule):
             if home[source] != home[target]:
-                first = self.message(self.output(source, 0) + PRODUCT[op], target)
+                first = self.message(self.output(source, 0) + KINDS[op].product, target)
                 routes[send, source, far] = MessageRoute(first, home[target])
                 routes[receive, target, near] = MessageRoute(first, home[source])
         return routes

@@ -1,7 +1,7 @@
 """Write and read the JSON form: all of a schedule, versioned, so that reading gives back an equal value.
 
 The document is one object; steps are lists of instructions in the grammar of
-:mod:`ppfunc.schedule.text`::
+:mod:`ppfunc.schedule.instruction`::
 
     {"format": "ppfunc.schedule", "version": 1, "name": "gpipe", "placement": [0, 1],
      "chains": [{"stages": [0, 1], "microbatches": [0, 2]}], "skips": [],
@@ -21,9 +21,8 @@ from typing import Any
 from ppfunc._checks import require_type
 
 from .errors import require_schedule
-from .instruction import Instruction
+from .instruction import FormatError, Instruction, parse_instruction, shortened
 from .schedule import Chain, Schedule
-from .text import FormatError, parse_instruction, shortened
 
 FORMAT = "ppfunc.schedule"
 VERSION = 1

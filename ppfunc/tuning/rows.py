@@ -12,8 +12,7 @@ from ppfunc.runtime import Transport
 from ppfunc.runtime.paper.ledger import Memory
 from ppfunc.runtime.ports.protocols import ShardWhat
 from ppfunc.schedule import Schedule, Timeline
-from ppfunc.schedule.formats.elements import amount, short
-from ppfunc.schedule.formats.scatter import Point, draw
+from ppfunc.schedule.formats.svg import Point, amount, draw, short
 from ppfunc.training import Trainer
 
 Grid = tuple[int, int, int]

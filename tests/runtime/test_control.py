@@ -26,7 +26,7 @@ from ppfunc.runtime.transport.inprocess import InProcess
 from ppfunc.runtime.transport.p2p import P2P
 from ppfunc.runtime.values.buffers import Buffers, Tag
 from ppfunc.runtime.values.errors import AgreementError, Failure, LinkError, PipelineError, StepRunning
-from ppfunc.schedule.text import parse_instruction
+from ppfunc.schedule.instruction import parse_instruction
 from ppfunc.stage import LeafSignature
 from tests.clock import busy
 

@@ -85,30 +85,30 @@ WRONG = {
     "message at the end of the chain": (("0F0 0B0 | 0SEND_F0",), 1, 0, (1, 0), "0SEND_F0", "last of its chain"),  # noqa: E501
     "message at the begin of the chain": (("0RECV_F0 0F0 0B0",), 1, 0, (0, 0), "0RECV_F0", "first of its chain"),  # noqa: E501
     "unknown skip": (("0F0 | 0SEND_F0>1 0RECV_B0 0B0", GOOD[1]), 1, 0, (1, 0), "0SEND_F0>1", "no skip connection"),  # noqa: E501
-    "step in one stage only": ((GOOD[0] + " | 0STEP", GOOD[1]), 1, 1, (2, 0), "1SEND_B0", "stage 1 has no STEP"),  # noqa: E501
-    "step twice": (("0F0 0B0 0STEP 0STEP",), 1, 0, (0, 3), "0STEP", "twice"),
+    "step in one stage only": ((GOOD[0] + " | 0STEP", GOOD[1]), 1, 1, (2, 0), "1SEND_B0", "stage 1 ends with neither sum nor step, expected STEP"),  # noqa: E501
+    "step twice": (("0F0 0B0 0STEP 0STEP",), 1, 0, (0, 3), "0STEP", "ends with STEP STEP, expected STEP"),
     "step first": (("0F0 0STEP 0B0",), 1, 0, (0, 1), "0STEP", "still computes after it"),
-    "step before the sum": (("0F0 0B0 0STEP 0REDUCE_GRAD",), 1, 0, (0, 3), "0REDUCE_GRAD", "comes after STEP"),  # noqa: E501
+    "step before the sum": (("0F0 0B0 0STEP 0REDUCE_GRAD",), 1, 0, (0, 2), "0STEP", "ends with STEP REDUCE_GRAD, expected REDUCE_GRAD STEP"),  # noqa: E501
     "step without backward": (("0F0 0STEP",), 1, 0, (0, 1), "0STEP", "no backward"),
     "sum over tied places after the optimizer step": (
-        ("0F0 0B0 0STEP 0REDUCE_TIED",), 1, 0, (0, 3), "0REDUCE_TIED", "comes after STEP, expected it before"
+        ("0F0 0B0 0STEP 0REDUCE_TIED",), 1, 0, (0, 2), "0STEP", "expected REDUCE_TIED STEP"
     ),
     "sum over data ranks first": (("0F0 0REDUCE_GRAD 0B0 0STEP",), 1, 0, (0, 1), "0REDUCE_GRAD", "still computes after it"),  # noqa: E501
-    "used while sharded": (("0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 0), "0F0", "stage 0 are sharded here, expected its UNSHARD before"),  # noqa: E501
-    "used after the reshard": (("0UNSHARD 0F0 0RESHARD 0B0",), 1, 0, (0, 3), "0B0", "sharded here"),
-    "unsharded twice": (("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 2), "0UNSHARD", "unsharded already since step 0, place 0"),  # noqa: E501
-    "never resharded": (("0UNSHARD 0F0 0B0",), 1, 0, (0, 0), "0UNSHARD", "stays unsharded: expected a RESHARD"),  # noqa: E501
-    "resharded twice": (("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD",), 1, 0, (0, 4), "0RESHARD", "is sharded here, expected an UNSHARD"),  # noqa: E501
-    "stepped while unsharded": (("0UNSHARD 0F0 0B0 0STEP 0RESHARD",), 1, 0, (0, 3), "0STEP", "shard while stage 0 is unsharded"),  # noqa: E501
+    "used while sharded": (("0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 0), "0F0", "stage 0 are sharded, and F needs them whole: expected UNSHARD before it"),  # noqa: E501
+    "used after the reshard": (("0UNSHARD 0F0 0RESHARD 0B0",), 1, 0, (0, 3), "0B0", "sharded since step 0, place 2"),
+    "unsharded twice": (("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 2), "0UNSHARD", "whole since step 0, place 0, and UNSHARD needs them sharded: expected RESHARD"),  # noqa: E501
+    "never resharded": (("0UNSHARD 0F0 0B0",), 1, 0, (0, 0), "0UNSHARD", "stay whole: expected a RESHARD"),  # noqa: E501
+    "resharded twice": (("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD",), 1, 0, (0, 4), "0RESHARD", "sharded since step 0, place 3, and RESHARD needs them whole"),  # noqa: E501
+    "stepped while unsharded": (("0UNSHARD 0F0 0B0 0STEP 0RESHARD",), 1, 0, (0, 3), "0STEP", "are whole since step 0, place 0, and STEP needs them sharded"),  # noqa: E501
     "one stage only unsharded": (
         ("0UNSHARD 0F0 0RESHARD 0UNSHARD | 0SEND_F0 0RECV_B0 0B0 0RESHARD", GOOD[1]), 1, 1, (0, 1), "1F0", "stage 1 are sharded",  # noqa: E501
     ),
-    "load missing": (("0LOAD0 0F0 0F1",), 2, 0, (0, 2), "0F1", "LOAD is missing"),
-    "load late": (("0F0 | 0LOAD0",), 1, 0, (0, 0), "0F0", "comes later"),
-    "load twice": (("0LOAD0 0LOAD0 0F0",), 1, 0, (0, 1), "0LOAD0", "twice"),
-    "fetch without offload": (("0F0 0FETCH0 0B0",), 1, 0, (0, 1), "0FETCH0", "are here, expected them to be offloaded"),  # noqa: E501
-    "offload too early": (("0OFFLOAD0 0F0 0B0",), 1, 0, (0, 0), "0OFFLOAD0", "not computed yet"),
-    "used while away": (("0F0 0OFFLOAD0 0B0",), 1, 0, (0, 2), "0B0", "expected a FETCH"),
+    "load missing": (("0LOAD0 0F0 0F1",), 2, 0, (0, 2), "0F1", "data of stage 0 for microbatch 1 are missing, .* expected LOAD before"),
+    "load late": (("0F0 | 0LOAD0",), 1, 0, (0, 0), "0F0", "are missing, .* expected LOAD before"),
+    "load twice": (("0LOAD0 0LOAD0 0F0",), 1, 0, (0, 1), "0LOAD0", "are loaded since step 0, place 0, and LOAD needs them missing"),
+    "fetch without offload": (("0F0 0FETCH0 0B0",), 1, 0, (0, 1), "0FETCH0", "are here since step 0, place 0, and FETCH needs them away: expected OFFLOAD"),  # noqa: E501
+    "offload too early": (("0OFFLOAD0 0F0 0B0",), 1, 0, (0, 0), "0OFFLOAD0", "are not computed, and OFFLOAD needs them here: expected F"),
+    "used while away": (("0F0 0OFFLOAD0 0B0",), 1, 0, (0, 2), "0B0", "are away since step 0, place 1, and B needs them here or back: expected FETCH"),
     "fetched when used up": (("0F0 0OFFLOAD0 0FETCH0 0B0 0OFFLOAD0",), 1, 0, (0, 4), "0OFFLOAD0", "used up"),
     "slot overwritten": (("0F0@0 0F1@0 0B0@0 0B1@0",), 2, 0, (0, 1), "0F1@0", "slot 0 of stage 0 still holds microbatch 0"),  # noqa: E501
     "slot changed": (("0F0@0 0B0@1",), 1, 0, (0, 1), "0B0@1", "in slot 0 of stage 0, got slot 1"),
@@ -291,10 +291,8 @@ def test_copies_that_are_stepped_must_be_summed():
     for tied in (True, [1], [0, 1]):
         check(append_tail(remove_slots(gpipe(2, 2)), tied=tied))
     assert "stages (1, 3) are replicas, but" in refused(append_tail(schedule, tied=[0, 2])).reason
-    assert (
-        "stage 2 has no REDUCE_TIED, but its replica 0 has"
-        in refused(append_tail(schedule, tied=[0], step=False)).reason
-    )
+    alone = append_tail(schedule, tied=[0], step=False)
+    assert "stage 2 ends with REDUCE_GRAD, expected REDUCE_TIED REDUCE_GRAD" in refused(alone).reason
     check(append_tail(place_communication(schedule), tied=[0, 2], step=False))
     with pytest.raises(ValueError, match=r"tied: got 9, expected a number from 0 to 1"):
         append_tail(gpipe(2, 2), tied=[9])
@@ -337,7 +335,7 @@ def test_loads_may_leave_out_the_targets():
             ((Instruction(Op.LOAD, 1, 0),), *p) if r == 1 else p for r, p in enumerate(schedule.programs)
         ),
     )
-    assert "first and the last" in refused(middle).reason
+    assert "data of stage 1 for microbatch 0 are received" in refused(middle).reason
 
 
 STRUCTURES = {

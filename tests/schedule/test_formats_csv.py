@@ -9,11 +9,10 @@ from ppfunc.schedule import BUILDERS, compute_only, gpipe, place_communication
 from ppfunc.schedule.errors import ScheduleError
 from ppfunc.schedule.formats.csv import from_csv, to_csv
 from ppfunc.schedule.formats.files import read_schedule
-from ppfunc.schedule.instruction import Instruction, Op
+from ppfunc.schedule.instruction import FormatError, Instruction, Op
 from ppfunc.schedule.json import to_json
 from ppfunc.schedule.proof.certificate import check
 from ppfunc.schedule.schedule import Chain, Schedule
-from ppfunc.schedule.text import FormatError
 from ppfunc.testing import schedules
 from tests.clock import busy
 from tests.schedule.mutated import mutated_schedules

@@ -7,10 +7,9 @@ import pytest
 
 from ppfunc.schedule import deepspeed_train, from_trace, gpipe
 from ppfunc.schedule.formats.files import parse
-from ppfunc.schedule.instruction import Instruction, Op, overlap
+from ppfunc.schedule.instruction import FormatError, Instruction, Op, overlap
 from ppfunc.schedule.json import from_json, to_json
 from ppfunc.schedule.schedule import Chain, Schedule
-from ppfunc.schedule.text import FormatError
 
 F = Instruction(Op.F, 0, 3)
 RICH = Schedule(

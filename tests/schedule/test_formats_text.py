@@ -3,8 +3,15 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.schedule.instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op, overlap
-from ppfunc.schedule.text import FormatError, parse_instruction
+from ppfunc.schedule.instruction import (
+    COMMUNICATION,
+    WHOLE_STAGE,
+    FormatError,
+    Instruction,
+    Op,
+    overlap,
+    parse_instruction,
+)
 
 NUMBERS = st.integers(0, 10**12)
 OPTIONAL = st.none() | NUMBERS

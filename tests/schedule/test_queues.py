@@ -21,9 +21,8 @@ from ppfunc.schedule import (
     one_f_one_b,
     place_communication,
 )
-from ppfunc.schedule.instruction import COMMUNICATION
+from ppfunc.schedule.instruction import COMMUNICATION, parse_instruction
 from ppfunc.schedule.proof.certificate import check
-from ppfunc.schedule.text import parse_instruction
 from tests.schedule.reference import Model
 from tests.schedule.written import is_accepted, made_from
 

@@ -27,10 +27,9 @@ from ppfunc.schedule import (
     to_csv,
     to_torch_csv,
 )
-from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, SENDS, Op, parts_of
+from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, SENDS, Op, parse_instruction, parts_of
 from ppfunc.schedule.passes.running import send_completion
 from ppfunc.schedule.proof.certificate import check
-from ppfunc.schedule.text import parse_instruction
 from ppfunc.testing import schedules
 from tests.schedule.reference import Model
 

@@ -2,7 +2,7 @@
 
 from statistics import median
 
-from ppfunc.schedule.proof.earliest import take_turns
+from ppfunc.schedule.proof.timeline import take_turns
 
 
 def turns(ranks: int, microbatches: int) -> tuple[list[int], list[list[int]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ppfunc.schedule import Chain, Schedule, ScheduleError, check
-from ppfunc.schedule.text import parse_instruction
+from ppfunc.schedule.instruction import parse_instruction
 
 
 def made_from(*rows, microbatches=1, placement=None, skips=()):

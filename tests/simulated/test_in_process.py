@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.schedule.passes.insert import insert_offloads
+from ppfunc.schedule.passes.rewrite import insert_offloads
 from tests.models import dropout_stage, same_bits, squared
 from tests.simulated.cases import cases
 

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import ppfunc as pp
 from ppfunc.runtime.paper.ledger import Memories
-from ppfunc.schedule.formats.elements import amount
+from ppfunc.schedule.formats.svg import amount
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map

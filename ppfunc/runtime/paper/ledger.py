@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from ppfunc._checks import show_table, table
-from ppfunc.schedule.formats.elements import amount
+from ppfunc.schedule.formats.svg import amount
 from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction, Op
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_function_modes, without_modes
 from ppfunc.stage.errors import place_of_call

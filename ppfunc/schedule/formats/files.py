@@ -1,14 +1,18 @@
 """Read a schedule from a file of any form, CSV, JSON or Chrome trace, whatever the file may hold."""
 
 import stat
-from os import PathLike
+import warnings
+from os import PathLike, sep
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
+from ppfunc._checks import naming_arguments, require_counts, require_type
+
+from ..builders import find_builder
+from ..instruction import FormatError
 from ..json import from_document, load
 from ..proof.timeline import Timeline
 from ..schedule import Schedule
-from ..text import FormatError
 from .csv import from_csv
 from .trace import from_trace
 
@@ -71,3 +75,69 @@ def text_of(file: BinaryIO, name: str) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FormatError(f"{name}: not text: byte {error.start} is not UTF-8") from None
+
+
+@naming_arguments
+def configure(
+    schedule: str | PathLike[str], ranks: int, batch_size: int, microbatch_size: int = 1, **options: Any
+) -> Schedule:
+    """Make the schedule of a name or a file, for a batch in microbatches of equal size.
+
+    Args:
+        schedule: the name of a builder in any spelling, as of :func:`find_builder`; or the path of a file, as
+            of :func:`read_schedule`: a ``Path``, or text with a ``.`` or ``/`` in it.
+        ranks: number of ranks of the pipeline.
+        batch_size: number of rows that one pipeline takes in a step.
+        microbatch_size: number of rows of a microbatch, a divisor of ``batch_size``.
+        options: further arguments of the builder, such as ``chunks=2``; a file takes no options.
+
+    Raises:
+        ValueError: sizes that do not divide, an unknown name, or a file for another number of ranks or
+            microbatches.
+        FileNotFoundError: no file is at the path.
+
+    Warns:
+        UserWarning: for fewer microbatches than ranks times stages per rank.
+
+    References:
+        torchtitan, ``build_pipeline_schedule``.
+
+    >>> configure("Interleaved1F1B", ranks=2, batch_size=32, microbatch_size=4, chunks=3)
+    Schedule('interleaved_1f1b', ranks=2, stages=6, microbatches=8, instructions=96, digest='df061008b722')
+    """
+    require_type("schedule", schedule, (str, PathLike), "the name of a schedule or the path of its file")
+    require_counts(ranks=ranks, batch_size=batch_size, microbatch_size=microbatch_size)
+    microbatches, left_over = divmod(batch_size, microbatch_size)
+    if left_over:
+        raise ValueError(
+            f"microbatch_size = {microbatch_size} does not divide batch_size = {batch_size}: use a divisor of"
+            f" {batch_size}, or a batch of {batch_size - left_over + microbatch_size}"
+        )
+    if isinstance(schedule, str) and "." not in schedule and sep not in schedule:
+        made = find_builder(schedule)(ranks, microbatches, **options)
+    else:
+        made = _read(Path(schedule), {"ranks": ranks, "microbatches": microbatches}, options)
+    stages = len(made.placement)
+    if microbatches < stages:
+        warnings.warn(
+            f"{microbatches} microbatches are fewer than the {stages} stages of {made.name}, which may result"
+            f" in a bubble in the pipeline: {stages} microbatches of {microbatch_size} are a batch of"
+            f" {stages * microbatch_size}",
+            stacklevel=3,
+        )
+    return made
+
+
+def _read(path: Path, sizes: dict[str, int], options: dict[str, Any]) -> Schedule:
+    if options:
+        raise ValueError(f"a schedule in a file takes no options, got {', '.join(options)}: leave them out")
+    if not path.is_file():
+        raise FileNotFoundError(f"no schedule is at {path}: give the path of a CSV file, or a name as 1f1b")
+    made = read_schedule(path)
+    for name, size in sizes.items():
+        if getattr(made, name) != size:
+            raise ValueError(
+                f"the schedule in {path} has {getattr(made, name)} {name}, the configuration {size}: make"
+                " both equal"
+            )
+    return made

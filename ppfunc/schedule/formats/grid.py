@@ -3,7 +3,8 @@
 A schedule of nothing but compute stands on a scale of time: an instruction takes as many columns as
 units of time, ``.`` is an idle unit, and ``-`` fills what an instruction takes beyond its name. Any
 other one stands step by step, the instructions of a step joined by ``+``, so that nothing is left out;
-so does one that cannot run, which has no times. Given a timeline, any schedule stands on the scale of that.
+so does one that cannot run, which has no times. Given a timeline, any schedule stands on its scale.
+Instruction streams in the words of DeepSpeed name every instruction, step by step.
 """
 
 from collections.abc import Container
@@ -14,7 +15,7 @@ from ppfunc._checks import require_counts, require_type
 
 from ..costs import Costs
 from ..errors import ScheduleError, require_schedule
-from ..instruction import COMPUTE, Instruction, Op
+from ..instruction import COMPUTE, KINDS, Instruction, Op
 from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
 
@@ -190,3 +191,40 @@ def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op] = COMPUTE
         ]
         for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True))
     ]
+
+
+def to_steps(schedule: Schedule) -> str:
+    """Write a schedule in the form of DeepSpeed's instruction streams: every rank, step by step.
+
+    A line ``rank R``, then a line per step, its instructions separated by blanks, or ``-`` for an empty step.
+    An operation on a buffer names its slot, as in ``ForwardPass(buffer_id=0)``; one without a slot names its
+    microbatch, ``ForwardPass(micro_batch_id=3)``. What belongs to a whole stage has empty parentheses,
+    ``OptimizerStep()``. On a rank that holds several stages each names its own,
+    ``ForwardPass(stage_id=2, micro_batch_id=3)``. An operation that DeepSpeed has no name for keeps its
+    token, ``0W3``.
+
+    >>> from ppfunc.schedule import gpipe
+    >>> print(to_steps(gpipe(ranks=1, microbatches=1)), end="")
+    rank 0
+    ForwardPass(micro_batch_id=0)
+    BackwardPass(micro_batch_id=0)
+    """
+    require_schedule(schedule)
+    lines = []
+    for rank, program in enumerate(schedule.programs):
+        lines.append(f"rank {rank}")
+        several = len(schedule.stages_of(rank)) > 1
+        lines += [" ".join(_call(i, several) for i in step) or "-" for step in program]
+    return "\n".join(lines) + "\n"
+
+
+def _call(instruction: Instruction, several: bool) -> str:
+    kind = KINDS[instruction.op]
+    if not kind.deepspeed:
+        return str(instruction)
+    arguments = [f"stage_id={instruction.stage}"] if several else []
+    if instruction.slot is not None:
+        arguments.append(f"buffer_id={instruction.slot}")
+    elif kind.microbatch:
+        arguments.append(f"micro_batch_id={instruction.microbatch}")
+    return f"{kind.deepspeed}({', '.join(arguments)})"

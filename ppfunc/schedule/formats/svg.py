@@ -7,51 +7,45 @@ what runs beside them. At the right: how much of the time a rank is idle, and it
 Below a row may be the bytes that its rank holds.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from html import escape
+from math import floor, hypot, log10
+from numbers import Real
+from textwrap import fill
 from typing import Any, NamedTuple
 
 from ppfunc._checks import require_index, require_type, shown
 
 from ..errors import require_schedule
-from ..instruction import COMPUTE, Op, parts_of
+from ..instruction import COMPUTE, KINDS, Unit, Kind, Op, parts_of
 from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
-from .elements import amount, clipped, line, number, page, rect, require_width, short, text, ticks
 from .grid import Bar, bars_of, with_timeline
 
-_KINDS = {
-    Op.F: "forward",
-    Op.RECOMPUTE: "forward again",
-    Op.B: "backward",
-    Op.I: "input gradient",
-    Op.W: "weight gradient",
-}
-_WHOLE = {
-    Op.UNSHARD: "gather of parameters",
-    Op.OFFLOAD: "copy to the host",
-    Op.FETCH: "copy from the host",
-    Op.REDUCE_TIED: "sum over tied places",
-    Op.REDUCE_GRAD: "sum over data ranks",
-    Op.STEP: "optimizer step",
-}
+_WHOLE = [op for op, kind in KINDS.items() if kind.label and op not in COMPUTE]
 _THIN = 5.0  # pixels of the bar of a collective
 _STRIP = 24.0  # pixels of the most bytes
 _LEFT, _RIGHT, _BOTTOM = 76.0, 168.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
-_WIDEST = 1600.0  # pixels of a screen
+_SCREEN = 1600.0  # pixels
 
-_STYLE = """
-.track { fill: #eceff4 } .level { fill: #b4bdcc }
-.F { fill: #3f72d0 } .B { fill: #23906c } .I { fill: #8a5cc8 } .W { fill: #e5a62f }
-.RECOMPUTE { fill: #6a8fb8 } .OFFLOAD { fill: #b0568f } .FETCH { fill: #4f8f3a }
-.UNSHARD { fill: #0f8c9b } .REDUCE_TIED { fill: #7d6a4f }
-.REDUCE_GRAD { fill: #c04a4a } .STEP { fill: #5b6577 }
-.n { fill: #ffffff; text-anchor: middle } .n.half { font-size: 10px }
-.n.dark { fill: #3a2600 } .n.pale { fill: #16202f }"""
-_DARK = """
-.track { fill: #232a35 } .level { fill: #566277 }
-.F { fill: #4477dd } .B { fill: #23906c } .I { fill: #9165d6 } .W { fill: #e5ad42 }
-.n.pale { fill: #f2f4f8 }"""
+
+def _colours(of: Callable[[Kind], str]) -> str:
+    """Write the rules for the bars of each kind, several in a line."""
+    rules = [f".{op} {{ fill: {of(kind)} }}".replace(" ", "\0") for op, kind in KINDS.items() if of(kind)]
+    return fill(" ".join(rules), 87).replace("\0", " ")
+
+
+_STYLE = f"""
+.track {{ fill: #eceff4 }} .level {{ fill: #b4bdcc }}
+{_colours(lambda kind: kind.colour)}
+.n {{ fill: #ffffff; text-anchor: middle }} .n.half {{ font-size: 10px }}
+.n.dark {{ fill: #3a2600 }} .n.pale {{ fill: #16202f }}"""
+_DARK = f"""
+.track {{ fill: #232a35 }} .level {{ fill: #566277 }}
+{_colours(lambda kind: kind.dark)}
+.n.pale {{ fill: #f2f4f8 }}"""
 
 
 class _Scale(NamedTuple):
@@ -146,7 +140,7 @@ def _across(rows: list[list[Bar]], makespan: float) -> float:
     digits = max((len(str(part.microbatch)) for part in parts), default=1)
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
-    return min(max(wanted, 720.0), _WIDEST - _LEFT - _RIGHT)
+    return min(max(wanted, 720.0), _SCREEN - _LEFT - _RIGHT)
 
 
 def _numbered(scale: _Scale, rows: list[list[Bar]]) -> Set[Op]:
@@ -208,9 +202,9 @@ def _swatches(schedule: Schedule, rows: list[list[Bar]], timed: Set[Op]) -> Iter
     """Yield what stands in the legend: a swatch, its width, and its label."""
     seen = [bar.instruction for row in rows for bar in row]
     kinds = timed | {part.op for i in seen for part in parts_of(i)}
-    for op, label in (_KINDS | _WHOLE).items():
-        if op in kinds:
-            yield rect(op.value, 0, 0, 14, 14, 'rx="2"'), 14, label
+    for op, kind in KINDS.items():
+        if op in kinds and kind.label:
+            yield rect(op.value, 0, 0, 14, 14, 'rx="2"'), 14, kind.label
     if any(i.parts for i in seen):
         yield rect("F", 0, 0, 14, 7) + rect("B", 0, 7, 14, 7), 14, "overlapped pair"
     chunks = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
@@ -270,9 +264,10 @@ def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
     for bar in row:
         instruction, start, end = bar
         if end > start:
-            height = scale.bar if instruction.op is Op.STEP else _THIN
+            unit = KINDS[instruction.op].unit
+            height = scale.bar if unit is Unit.RANK else _THIN
             tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
-            y = scale.y(rank) + 2 + (0 if instruction.op is Op.OFFLOAD else scale.bar - height)
+            y = scale.y(rank) + 2 + (0 if unit is Unit.OUT else scale.bar - height)
             yield rect(instruction.op.value, scale.x(start), y, scale.bar_width(bar), height, inside=tip)
 
 
@@ -300,7 +295,7 @@ def _bytes_held(
     high = 0
     for (instruction, start), size in zip(row, sizes, strict=True):
         high = max(high, size)
-        if instruction.op in COMPUTE or instruction.op is Op.STEP:
+        if KINDS[instruction.op].unit is Unit.RANK:
             levels.append((float(start), high, str(instruction)))
             high = 0
     bottom = scale.y(rank) + scale.row + _STRIP
@@ -310,3 +305,260 @@ def _bytes_held(
         width = (end - start) * scale.per_time
         yield rect("level", scale.x(start), bottom - height, width, height, inside=tip)
     yield text("ink", _LEFT + scale.width + 70, bottom - 6, f"{amount(max(sizes, default=0))} bytes")
+
+
+_WIDEST, _LONGEST = 100_000, 60  # pixels of a picture, letters of a name in it
+_FONT = (
+    '.ppfunc { font: 11px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif;'
+    " font-variant-numeric: tabular-nums }"
+)
+_PAGE_STYLE = """
+.paper { fill: #ffffff } .ink { fill: #1c2330 } .soft { fill: #667085 } .tick { stroke: #d5dae3 }
+.h { font-size: 18px; font-weight: 600 } .end { text-anchor: end } .mid { text-anchor: middle }"""
+_PAGE_DARK = """
+.paper { fill: #12161d } .ink { fill: #e8ebf1 } .soft { fill: #98a2b3 } .tick { stroke: #333c4a }"""
+
+
+def require_width(width: float, least: int) -> None:
+    """Check the width of a picture, in pixels.
+
+    Raises:
+        ValueError: no number, or one out of range.
+    """
+    if not isinstance(width, Real) or not least <= width <= _WIDEST:
+        raise ValueError(f"width is {width!r}, expected a number of pixels from {least} to {_WIDEST}")
+
+
+def page(
+    title: str,
+    description: str,
+    width: float,
+    height: float,
+    style: str,
+    dark: str,
+    elements: Iterable[str],
+) -> str:
+    """Return a picture: ``style`` for its classes, and ``dark`` for those that differ on a dark page.
+
+    Title and description are for readers who cannot see it.
+    """
+    size = f'width="{number(width)}" height="{number(height)}"'
+    lines = [
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="ppfunc" role="img" viewBox="0 0 {number(width)}'
+            f' {number(height)}" {size}>'
+        ),
+        f"<title>{escaped(title)}</title>",
+        f"<desc>{escaped(description)}</desc>",
+        (
+            f"<style>\n{_FONT}{_scoped(_PAGE_STYLE + style)}\n@media (prefers-color-scheme: dark)"
+            f" {{{_scoped(_PAGE_DARK + dark)}\n}}\n</style>"
+        ),
+        f'<rect class="paper" {size}/>',
+        *elements,
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _scoped(style: str) -> str:
+    """Restrict CSS rules to the picture: notebooks put pictures into their own page."""
+    return re.sub(r"(?<![\w.])\.(?=[a-zA-Z])", ".ppfunc .", style)
+
+
+def rect(
+    kind: str, x: float, y: float, width: float, height: float, extra: str = "", inside: str = ""
+) -> str:
+    """Draw a rectangle of the class ``kind``."""
+    place = f'x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"'
+    body = f'rect class="{kind}" {place} {extra}'.rstrip()
+    return f"<{body}>{inside}</rect>" if inside else f"<{body}/>"
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str = "tick") -> str:
+    """Draw a line of the class ``kind``."""
+    return f'<line class="{kind}" x1="{number(x1)}" x2="{number(x2)}" y1="{number(y1)}" y2="{number(y2)}"/>'
+
+
+def text(kind: str, x: float, y: float, content: str) -> str:
+    """Write a text of the class ``kind``."""
+    return f'<text class="{kind}" x="{number(x)}" y="{number(y)}">{escaped(content)}</text>'
+
+
+def escaped(content: str) -> str:
+    """Escape a text for XML; control characters, which XML cannot hold, become ``?``."""
+    return escape("".join(c if c.isprintable() else "?" for c in content), quote=False)
+
+
+def number(value: float) -> str:
+    """Write a number with at most two decimals, none if it is whole."""
+    return f"{float(value):.2f}".rstrip("0").rstrip(".")
+
+
+def amount(memory: float) -> str:
+    """Write an amount of memory, in activations or bytes: from ten thousand on with k, M, G or T."""
+    power = next((n for n in (4, 3, 2, 1) if memory >= 10.0 ** (3 * n)), 0) if memory >= 10_000 else 0
+    return f"{memory / 10.0 ** (3 * power):.3g} {'kMGT'[power - 1]}" if power else number(memory)
+
+
+def clipped(name: str) -> str:
+    """Write a name in at most 60 letters."""
+    return name if len(name) <= _LONGEST else name[: _LONGEST - 2] + ".."
+
+
+def short(value: float) -> str:
+    """Write a number of any unit (seconds, multiples of a forward) in six digits."""
+    return f"{float(value):.6g}"
+
+
+def ticks(most: float, pixels: float, apart: float = 70) -> Iterator[float]:
+    """Yield round numbers from 0 to ``most`` for an axis of ``pixels``, at least ``apart`` pixels apart."""
+    if most <= 0:
+        return
+    least = apart * most / pixels
+    power = 10.0 ** floor(log10(least))
+    step = next(power * k for k in (1, 2, 5, 10) if power * k >= least * 0.999)
+    for n in range(int(most / step * 1.000001) + 1):
+        yield n * step
+
+
+_POINTS_LEFT, _POINTS_RIGHT, _POINTS_TOP, _POINTS_BOTTOM = 76.0, 150.0, 84.0, 60.0
+_LINE, _LETTER, _RADIUS, _CLEAR = (
+    14.0,
+    6.0,
+    5.0,
+    9.0,
+)  # pixels of a line of text, of a letter in it, of a point, beside it
+_TRIES = 60  # distances of a label from its point
+_POINT_STYLE = """
+.point { fill: #3f72d0 } .twice { fill: #e5a62f } .over { fill-opacity: 0.35 } .lead { stroke: #8a96aa }
+.label { fill: #1c2330; paint-order: stroke; stroke: #ffffff; stroke-width: 3px }"""
+_POINT_DARK = """
+.point { fill: #5f8df0 } .twice { fill: #e5ad42 } .lead { stroke: #7b889f }
+.label { fill: #e8ebf1; stroke: #12161d }"""
+
+
+class Point(NamedTuple):
+    """A point of a picture: its figures, its class, and its label."""
+
+    x: float
+    y: float
+    kind: str
+    label: str
+
+
+Axis = tuple[str, Callable[[float], str]]  # what it shows, and how its numbers are written
+
+
+def draw(
+    points: Sequence[Point], title: str, description: str, width: float | None, across: Axis, upwards: Axis
+) -> str:
+    """Draw points with labels as an SVG file; of points in one place, the labels stand together.
+
+    Args:
+        points: of the classes ``point``, ``twice`` and ``over``.
+        title, description: for all readers, and for those who cannot see it.
+        width: in pixels from 720 to 100000; by default 900.
+        across, upwards: the axes, which begin at 0.
+    """
+    width = 900 if width is None else width
+    require_width(width, 720)
+    height = _POINTS_TOP + max(440.0, 24.0 * sum(bool(point.label) for point in points)) + _POINTS_BOTTOM
+    right, bottom = width - _POINTS_RIGHT, height - _POINTS_BOTTOM
+    most = [1.05 * max(values) or 1.0 for values in zip(*((p.x, p.y) for p in points), strict=True)]
+    placed = _placed(points, [(right - _POINTS_LEFT) / most[0], (bottom - _POINTS_TOP) / most[1]], bottom)
+    head = [text("ink h", _POINTS_LEFT, 34, title), *_axes(most, right, bottom, across, upwards)]
+    elements = [*head, *_labels(placed, width, bottom), *map(_mark, placed)]
+    return page(title, description, width, height, _POINT_STYLE, _POINT_DARK, elements)
+
+
+def _placed(points: Sequence[Point], scale: list[float], bottom: float) -> list[Point]:
+    """Return the points on the page from top to bottom; merge those in the same place."""
+    by_place: dict[tuple[int, int], list[Point]] = {}
+    for p in points:
+        place = round(_POINTS_LEFT + p.x * scale[0]), round(bottom - p.y * scale[1])
+        by_place.setdefault(place, []).append(p)
+    return [
+        Point(
+            x,
+            y,
+            ("twice" if any("twice" in p.kind for p in there) else "point")
+            + (" over" if all("over" in p.kind for p in there) else ""),
+            ", ".join(p.label for p in there if p.label),
+        )
+        for (x, y), there in sorted(by_place.items(), key=lambda item: item[0][1])
+    ]
+
+
+def _axes(most: list[float], right: float, bottom: float, across: Axis, upwards: Axis) -> Iterator[str]:
+    yield text("soft", _POINTS_LEFT, 56, upwards[0])
+    for value in ticks(most[0], right - _POINTS_LEFT):
+        x = _POINTS_LEFT + value / most[0] * (right - _POINTS_LEFT)
+        yield line(x, _POINTS_TOP, x, bottom + 5)
+        yield text("soft mid", x, bottom + 18, across[1](value))
+    for value in ticks(most[1], bottom - _POINTS_TOP, 40):
+        y = bottom - value / most[1] * (bottom - _POINTS_TOP)
+        yield line(_POINTS_LEFT - 5, y, right, y)
+        yield text("soft end", _POINTS_LEFT - 10, y + 4, upwards[1](value))
+    yield text("soft end", right, bottom + 40, across[0])
+
+
+def _mark(point: Point) -> str:
+    x, y, kind, _ = point
+    return f'<circle class="{kind}" cx="{number(x)}" cy="{number(y)}" r="{number(_RADIUS)}"/>'
+
+
+def _labels(points: list[Point], width: float, bottom: float) -> Iterator[str]:
+    """Put each label at the nearest place where it covers nothing, nor does the line to it from its point."""
+    taken = [
+        _Box(point.x - _CLEAR, point.y - _RADIUS, point.x + _CLEAR, point.y + _RADIUS) for point in points
+    ]
+    labels = []  # drawn after all lines, which they interrupt
+    for point, own in zip(points, list(taken), strict=True):
+        others = [box for box in taken if box is not own]
+        boxes = list(_places(point, _LETTER * len(point.label)))
+        inside = [b for b in boxes if b.left > _POINTS_LEFT and b.right < width and b.bottom < bottom]
+        free = [b for b in inside if not any(map(b.covers, taken))]
+        clear = (b for b in free if not any(dot.covers(o) for dot in _lead(point, b) for o in others))
+        box = next(clear, next(iter(free), boxes[0]))
+        lead = _lead(point, box)
+        taken += [box, *lead]
+        if lead:
+            yield line(point.x, point.y, lead[-1].left, lead[-1].top, "lead")
+        labels += [text("label", box.left, box.bottom - 3, point.label)] * bool(point.label)
+    yield from labels
+
+
+class _Box(NamedTuple):
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def covers(self, other: "_Box") -> bool:
+        return (
+            self.left < other.right
+            and other.left < self.right
+            and self.top < other.bottom
+            and other.top < self.bottom
+        )
+
+
+def _lead(point: Point, box: _Box) -> list[_Box]:
+    """Return the line from a point to its label as a row of dots; none where the label is beside it."""
+    x, y = min(max(point.x, box.left), box.right), min(max(point.y, box.top), box.bottom)
+    if y == point.y:
+        return []
+    length = hypot(x - point.x, y - point.y)
+    shares = (n / length for n in range(int(_RADIUS) + 1, int(length), 3))
+    dots = [(point.x + share * (x - point.x), point.y + share * (y - point.y)) for share in (*shares, 1)]
+    return [_Box(left, top, left + 1, top + 1) for left, top in dots]
+
+
+def _places(point: Point, length: float) -> Iterator[_Box]:
+    """Yield places of a label: right of its point, left, below and above, then ever farther away."""
+    for away in range(_TRIES):
+        for side in (1, -1) if away else (1,):
+            y = point.y + side * away * _LINE / 2
+            for x in (point.x + _CLEAR, point.x - _CLEAR - length, point.x - length / 2):
+                yield _Box(x, y - _LINE / 2, x + length, y + _LINE / 2)

@@ -20,19 +20,23 @@ from typing import Any, NamedTuple, Self
 
 from ppfunc._checks import require_type
 
-from ..instruction import Instruction, Op, microbatch_of, parts_of
+from ..instruction import COMPUTE, KINDS, Unit, FormatError, Instruction, Op, microbatch_of, parts_of
 from ..json import from_document, load, times_of, to_json
-from ..proof.earliest import BESIDE
 from ..proof.structure import check_structure
 from ..proof.timeline import Timeline, simulate, timeline_of
 from ..schedule import Schedule
-from ..text import FormatError
 from .grid import Bar, bars_of, with_timeline
 
 _TraceEvent = dict[str, Any]
 _KEY = "ppfunc"
-_TRACKS = ("", ", collectives", ", copies to the host", ", copies from the host")
-_TRACK = dict.fromkeys(BESIDE, 1) | {Op.OFFLOAD: 2, Op.FETCH: 3}
+_TRACKS: dict[Unit | None, str] = {
+    Unit.RANK: "",
+    Unit.COLLECTIVE: ", collectives",
+    Unit.OUT: ", copies to the host",
+    Unit.IN: ", copies from the host",
+}
+_UNITS = list(_TRACKS)
+_BESIDE = [op for op, kind in KINDS.items() if kind.unit in _TRACKS and op not in COMPUTE]
 
 
 def to_trace(
@@ -62,8 +66,8 @@ def to_trace(
         for rank, row in enumerate(bars_of(schedule, timeline))
     ]
     bars = (
-        _Slice.of(rank + schedule.ranks * _TRACK.get(bar.instruction.op, 0), bar, microseconds)
-        for rank, row in enumerate(bars_of(schedule, timeline, {*_TRACK, Op.STEP}))
+        _Slice.of(rank + schedule.ranks * _UNITS.index(KINDS[bar.instruction.op].unit), bar, microseconds)
+        for rank, row in enumerate(bars_of(schedule, timeline, _BESIDE))
         for bar in row
         if bar.end > bar.start
     )
@@ -134,7 +138,7 @@ def _names(schedule: Schedule, tracks: set[int]) -> Iterator[_TraceEvent]:
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}
     for track in sorted(tracks.union(range(schedule.ranks))):
         beside, rank = divmod(track, schedule.ranks)
-        name = f"rank {rank}{_TRACKS[beside]}"
+        name = f"rank {rank}{_TRACKS[_UNITS[beside]]}"
         yield {"ph": "M", "pid": 0, "tid": track, "name": "thread_name", "args": {"name": name}}
         yield {
             "ph": "M",

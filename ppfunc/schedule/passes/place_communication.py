@@ -11,15 +11,13 @@ from typing import NamedTuple
 from ppfunc._checks import require_counts
 
 from ..collector import collector_paused
-from ..dataflow import PRODUCT, Dataflow, EdgeFlow, edge_flows
+from ..costs import Costs
+from ..dataflow import Dataflow, EdgeFlow, edge_flows
 from ..errors import require_schedule
-from ..instruction import COMMUNICATION, COMPUTE, Instruction, Op
-from ..proof.earliest import earliest
+from ..instruction import COMMUNICATION, COMPUTE, KINDS, Instruction, Op
+from ..proof.timeline import earliest
 from ..schedule import Program, Schedule, Step
 from .rewrite import remove_slots
-
-# Any positive durations give a valid order; these are the usual proportions.
-_DURATION = {Op.F: 1, Op.RECOMPUTE: 1, Op.B: 2, Op.I: 1, Op.W: 1}
 
 _instruction = partial(tuple.__new__, Instruction)  # from its fields; a million times
 
@@ -76,7 +74,7 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
         return schedule
     schedule = remove_slots(schedule)
     flow = Dataflow(schedule)
-    times = earliest(schedule, lambda op, stage: _DURATION[op], lambda f, b: 3, lambda a, b: 0)
+    times = earliest(schedule, Costs())  # any positive times give a valid order
     computes = [_computes(*of_rank, lookahead) for of_rank in zip(schedule.programs, times.ends, strict=True)]
     pairs = _pairs(schedule)
     postings: list[list[Posting]] = [[] for _ in schedule.programs]
@@ -116,7 +114,7 @@ def _pairs(schedule: Schedule) -> dict[int, dict[int, list[EdgeFlow]]]:
 def _along(flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]) -> Iterable[tuple]:
     """Iterate over the consumed messages of all microbatches along one edge, as rows."""
     a, b, op, send, receive, far, near = edge
-    first, then = (flow.output(stage, 0) + PRODUCT[op] for stage in (a, b))
+    first, then = (flow.output(stage, 0) + KINDS[op].product for stage in (a, b))
     message, stride = flow.message(first, b), flow.stride
     made, used = done.get(first, {}), done.get(then, {})
     numbers = [m for m in made if m in used]

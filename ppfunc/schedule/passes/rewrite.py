@@ -2,11 +2,15 @@
 merge backwards.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from ppfunc._checks import require_counts, require_stages
+
+from ..costs import Costs, Number, require_costs
 from ..errors import require_schedule
-from ..instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Instruction, Op, parts_of
+from ..instruction import COMMUNICATION, COMPUTE, RESIDUAL_OPS, SHARDING, TAIL, Instruction, Op, parts_of
 from ..proof.order import in_order
 from ..schedule import Program, Schedule, Step
 
@@ -200,3 +204,383 @@ def _merged(before: Instruction, weight: Instruction) -> Instruction | None:
         return None if backward is None else before._replace(parts=(before.parts[0], backward))
     same = (before.op, before.stage, before.microbatch) == (Op.I, weight.stage, weight.microbatch)
     return before._replace(op=Op.B) if same else None
+
+
+Residuals = tuple[int, int | None]  # stage, microbatch
+
+
+def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule:
+    """Put a LOAD into the step of every forward that takes data: inputs first, targets last.
+
+    Equivalent to: before each F of the first stage of a chain, and of the last one where targets
+    are wanted, and after the communications of the step, write the LOAD of the same microbatch, unless it is
+    loaded anywhere already.
+
+    Args:
+        targets: whether last stages load; by default where there is a backward.
+
+    >>> from ppfunc.schedule import inference
+    >>> print(*insert_loads(inference(ranks=1, microbatches=2)).instructions(0))
+    0LOAD0 0F0 0LOAD1 0F1
+    """
+    require_schedule(schedule)
+    targets = not schedule.forward_only if targets is None else targets
+    loading = {c.stages[0] for c in schedule.chains} | {c.stages[-1] for c in schedule.chains if targets}
+    bare = remove_slots(schedule)
+    parts = (part for p in bare.programs for step in p for i in step for part in parts_of(i))
+    there = frozenset((p.stage, p.microbatch) for p in parts if p.op is Op.LOAD)
+    return rewrite(bare, lambda program: (_with_loads(step, loading, there) for step in program))
+
+
+def _with_loads(step: Step, loading: set[int], there: frozenset[tuple[int, int | None]]) -> Step:
+    loads = tuple(
+        Instruction(Op.LOAD, p.stage, p.microbatch)
+        for i in step
+        for p in parts_of(i)
+        if p.op is Op.F and p.stage in loading and (p.stage, p.microbatch) not in there
+    )
+    if not loads:
+        return step
+    step = _messages_first(step)
+    messages = sum(i.op in COMMUNICATION for i in step)
+    return (*step[:messages], *loads, *step[messages:])
+
+
+def _messages_first(step: Step) -> Step:
+    return tuple(sorted(step, key=lambda i: i.op not in COMMUNICATION))
+
+
+def insert_offloads(
+    schedule: Schedule,
+    stages: Iterable[int] | None = None,
+    *,
+    lookahead: int = 1,
+    cap: Number | None = None,
+    costs: Costs | None = None,
+) -> Schedule:
+    """Move residuals away after their forward and back before the backward that uses them first.
+
+    Equivalent to: behind the compute instruction that comes ``lookahead`` compute instructions after each F
+    of the chosen stages write OFFLOAD, which waits for the copy that begins with the end of F; before the one
+    that comes as many before its B or I, write FETCH. Residuals that would not be away during any compute
+    instruction stay where they are, and so do those that move already or are computed again. With a cap only
+    those move that exceed it, the longest unused first.
+
+    Args:
+        stages: the stages whose residuals move; all of them by default.
+        lookahead: compute instructions of the rank that hide each way.
+        cap: the most memory of residuals on a rank, in the unit of the costs: bytes, with those of
+            ``step.lower(...).costs()``.
+        costs: sizes of residuals; by default 1 each.
+
+    Raises:
+        ValueError: a negative lookahead, or a stage that does not exist; or residuals exceed the cap that
+            cannot be away.
+
+    >>> from ppfunc.schedule import gpipe
+    >>> print(*insert_offloads(gpipe(ranks=1, microbatches=4), cap=3).instructions(0))
+    0F0 0F1 0F2 0OFFLOAD1 0F3 0OFFLOAD2 0FETCH1 0B0 0FETCH2 0B1 0B2 0B3
+    """
+    require_schedule(schedule)
+    chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
+    require_counts(0, lookahead=lookahead)
+    costs = require_costs(costs).fitting(schedule.stages)
+    return rewrite(remove_slots(schedule), lambda program: _moved(program, chosen, lookahead, cap, costs))
+
+
+def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
+    """Keep only the inputs of forwards, which run again right before their backwards.
+
+    Equivalent to: before each B or I of the chosen stages, or the pair that holds it, write RECOMPUTE, unless
+    its residuals move, or are computed again already.
+
+    Args:
+        stages: the stages to compute again; all of them by default.
+
+    Raises:
+        ValueError: a stage that does not exist.
+
+    >>> from ppfunc.schedule import gpipe
+    >>> print(*insert_recomputes(gpipe(ranks=1, microbatches=2)).instructions(0))
+    0F0 0F1 0RECOMPUTE0 0B0 0RECOMPUTE1 0B1
+    """
+    require_schedule(schedule)
+    chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
+    bare = remove_slots(schedule)
+    away = {i[1:3] for r in range(bare.ranks) for i in bare.instructions(r) if i.op in RESIDUAL_OPS}
+
+    def again(instruction: Instruction) -> Iterator[Instruction]:
+        for part in parts_of(instruction):
+            if part.op in (Op.B, Op.I) and part.stage in chosen and part[1:3] not in away:
+                yield Instruction(Op.RECOMPUTE, part.stage, part.microbatch)
+
+    return rewrite(
+        bare,
+        lambda p: (tuple(new for i in step for new in (*again(i), i)) for step in map(_messages_first, p)),
+    )
+
+
+def _moved(program: Program, chosen: set[int], lookahead: int, cap: Number | None, costs: Costs) -> Program:
+    """Write OFFLOAD behind the forwards, and FETCH before the backwards, of residuals that move."""
+    program = tuple(map(_messages_first, program))
+    away = {i[1:3] for step in program for i in step if i.op in RESIDUAL_OPS}
+    places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
+    forwards: dict[Residuals, int] = {}  # the number of the compute instruction
+    spans: dict[Residuals, range] = {}  # the compute instructions during which they may be away
+    held: list[Number] = [0] * len(places)  # during each compute instruction
+    for number, (at, place) in enumerate(places):
+        for op, stage, microbatch, *_ in parts_of(program[at][place]):
+            residuals, size = (stage, microbatch), costs.of("activation", stage)
+            if op in (Op.F, Op.RECOMPUTE):
+                if residuals in forwards:
+                    _add(held, range(forwards[residuals], forwards[residuals] + 1), size)
+                    _add(held, range(forwards[residuals] + 1, number), costs.of("checkpoint", stage))
+                forwards[residuals] = number
+            elif residuals in forwards:
+                share = costs.of("weight_share", stage) if op is Op.W else 1
+                start, forwards[residuals] = forwards[residuals], number + 1  # what W needs is held on
+                _add(held, range(start, number + 1), share * size)
+                if op is not Op.W and stage in chosen and residuals not in away:
+                    spans[residuals] = range(start + 1 + lookahead, number - lookahead)
+    spans = {residuals: span for residuals, span in spans.items() if span}
+    leave: dict[Place, list[Instruction]] = {}
+    back: dict[Place, list[Instruction]] = {}
+    for residuals in spans if cap is None else _exceeding(held, spans, cap, costs):
+        start, stop = spans[residuals].start, spans[residuals].stop
+        leave.setdefault(places[start - 1], []).append(Instruction(Op.OFFLOAD, *residuals))
+        back.setdefault(places[stop], []).append(Instruction(Op.FETCH, *residuals))
+    return insert(program, back, leave)
+
+
+def _exceeding(
+    held: list[Number], spans: Mapping[Residuals, range], cap: Number, costs: Costs
+) -> list[Residuals]:
+    """Choose residuals to be away so that the others fit, those with the longest spans first, in order."""
+    moving = set[Residuals]()
+    for number in range(len(held)):
+        while held[number] > cap:
+            there = [r for r, span in spans.items() if number in span and r not in moving]
+            if not there:
+                raise ValueError(
+                    f"cap: got {cap}, expected {held[number]} or more: so much is in use, or too soon, at"
+                    f" compute instruction {number} of a rank; offload more stages, or raise it"
+                )
+            longest = max(there, key=lambda residuals: len(spans[residuals]))
+            moving.add(longest)
+            _add(held, spans[longest], -costs.of("activation", longest[0]))
+    return [residuals for residuals in spans if residuals in moving]
+
+
+def _add(held: list[Number], numbers: range, size: Number) -> None:
+    for number in numbers:
+        held[number] += size
+
+
+def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedule:
+    """Add skip connections: ``Output.skips`` carries values from one stage to a later one.
+
+    Args:
+        schedule: any; its communication is placed anew if it has some.
+        skips: ``(source stage, destination stage)`` of each, stages of the model, the source before the
+            destination. The source returns ``Output(y, skips={destination: tree})``, the destination gets
+            ``Received(x, {source: tree})`` in the place of ``x``. Replicas have the same ones.
+
+    Raises:
+        TypeError: not a list of pairs.
+        ValueError: a stage does not exist, or the destination does not come after the source and its
+            neighbour.
+
+    >>> from ppfunc import gpipe
+    >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
+    ((0, 2),)
+    """
+    require_schedule(schedule)
+    if not isinstance(skips, Collection) or not all(
+        isinstance(edge, tuple | list) and len(edge) == 2 for edge in skips
+    ):
+        raise TypeError(
+            f"skips: got {reprlib.repr(skips)} of type {type(skips).__name__}, expected a list of pairs"
+            " (source, destination)"
+        )
+    places = {schedule.model_stages[stage]: place for place, stage in enumerate(schedule.chains[0].stages)}
+    for source, destination in skips:
+        if not {source, destination} <= places.keys() or places[destination] < places[source] + 2:
+            raise ValueError(
+                f"skips: got {(source, destination)}, expected (source, destination), two stages of the model"
+                " with another one between them"
+            )
+    edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
+    bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
+    return replace(bare, skips=tuple(dict.fromkeys(edges)))
+
+
+def append_tail(
+    schedule: Schedule,
+    *,
+    tied: bool | Collection[int] | None = None,
+    reduce_grad: bool = True,
+    step: bool = True,
+) -> Schedule:
+    """Add one last step to every rank: the reductions and optimizer steps of all its stages.
+
+    Equivalent to, on each rank::
+
+        for stage in stages: sum the gradients of its tied parameters and replicas
+        for stage in stages: sum the gradients over the data parallel ranks
+        for stage in stages: step the optimizer
+
+    What a stage has already stays where it is, unless something is added that must come before it. Replicas
+    of a stage come in the order of their groups, so that no two ranks wait for each other in different sums.
+
+    Args:
+        tied: the stages that get REDUCE_TIED, or whether all do: a stage in which nothing is tied has nothing
+            to add to the sums. By default all where the chains hold replicas of stages, else none.
+        reduce_grad: whether to write REDUCE_GRAD, in every stage.
+        step: whether to write STEP, in every stage.
+
+    Raises:
+        ValueError: a tied stage that does not exist.
+
+    >>> from ppfunc.schedule import gpipe
+    >>> print(*append_tail(gpipe(ranks=1, microbatches=1), tied=True).programs[0][-1])
+    0REDUCE_TIED 0REDUCE_GRAD 0STEP
+    >>> print(append_tail(gpipe(ranks=2, microbatches=1), tied=[1], step=False))
+    0F0 0B0 0REDUCE_GRAD
+    1F0 1B0 1REDUCE_TIED+1REDUCE_GRAD
+    """
+    require_schedule(schedule)
+    tied = bool(schedule.replicas) if tied is None else tied
+    if isinstance(tied, bool):
+        tied = range(schedule.stages) if tied else ()
+    chosen = require_stages("tied", tied, schedule.stages)
+    there = {
+        (i.op, i.stage) for program in schedule.programs for step in program for i in step if i.op in TAIL
+    }
+    added: list[Instruction] = []
+    group = {stage: number for number, stages in enumerate(schedule.replicas) for stage in stages}
+    for stage in sorted(range(schedule.stages), key=lambda s: (group.get(s, s), s)):
+        wanted = {Op.REDUCE_TIED: stage in chosen, Op.REDUCE_GRAD: reduce_grad, Op.STEP: step}
+        ops = [op for op in TAIL if wanted[op] or (op, stage) in there]
+        first = next((n for n, op in enumerate(ops) if (op, stage) not in there), len(ops))
+        added += [Instruction(op, stage) for op in ops[first:]]
+    tails = [
+        tuple(i for op in TAIL for i in added if i.op is op and schedule.placement[i.stage] == r)
+        for r in range(schedule.ranks)
+    ]
+    bare = cross_out(schedule, added.__contains__)
+    return replace(
+        bare, programs=tuple((*p, tail) if tail else p for p, tail in zip(bare.programs, tails, strict=True))
+    )
+
+
+def reduce_early(schedule: Schedule) -> Schedule:
+    """Put every REDUCE_GRAD right behind the last backward of its stage, to overlap other compute.
+
+    Equivalent to: cross out every REDUCE_GRAD; after the last B or W of each stage and the gathers that stand
+    behind it, or after its REDUCE_TIED where that is later, write REDUCE_GRAD. A schedule without a backward
+    stays as it is.
+
+    >>> from ppfunc.schedule import append_tail, gpipe
+    >>> print(reduce_early(append_tail(gpipe(ranks=1, microbatches=1))))
+    0F0 0B0+0REDUCE_GRAD 0STEP
+    """
+    require_schedule(schedule)
+    if schedule.forward_only:
+        return schedule
+    return rewrite(cross_out(schedule, lambda i: i.op is Op.REDUCE_GRAD), _with_reductions)
+
+
+def _behind_unshards(step: Step, place: int) -> int:
+    return next((n for n in range(place, len(step) - 1) if step[n + 1].op not in SHARDING), len(step) - 1)
+
+
+def _with_reductions(program: Program) -> Program:
+    last: dict[int, tuple[int, int]] = {}
+    for number, step in enumerate(program):
+        for place, instruction in enumerate(step):
+            for part in parts_of(instruction):
+                if part.op in (Op.B, Op.W, Op.REDUCE_TIED):
+                    last[part.stage] = (number, place)
+        # Parameters that are gathered for the next compute come first.
+        last |= {s: (n, _behind_unshards(step, place)) for s, (n, place) in last.items() if n == number}
+    behind: dict[tuple[int, int], list[Instruction]] = {}
+    for stage, position in sorted(last.items()):
+        behind.setdefault(position, []).append(Instruction(Op.REDUCE_GRAD, stage))
+    return insert(program, {}, behind)
+
+
+# Before each compute instruction, the stages in the order in which they are next used.
+Orders = list[tuple[int, ...]]
+
+
+def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
+    """Gather the parameters of a stage before they are used, and free them when others need the place.
+
+    Equivalent to, on each rank::
+
+        for each compute instruction, in order:
+            wanted = its stages, and the one that is used next after them where ``most`` allows
+            RESHARD what is never used again, then what is used latest until ``wanted`` fits in ``most``
+            UNSHARD what is wanted and not there
+        RESHARD the rest
+
+    All of them stand right behind the compute instruction before, so that a gather runs beside the next one.
+    Those that are there already are replaced.
+
+    Args:
+        most: how many stages may be unsharded at once on a rank, at least 1.
+
+    Raises:
+        ValueError: ``most`` is less than 1, or than the stages of an overlapped pair.
+
+    References:
+        Belady, A study of replacement algorithms for a virtual-storage computer, 1966: free what is used
+        latest.
+
+    >>> from ppfunc.schedule import gpipe, looped_bfs
+    >>> print(insert_unshards(gpipe(ranks=1, microbatches=1)))
+    0UNSHARD+0F0 0B0+0RESHARD
+    >>> print(insert_unshards(looped_bfs(ranks=1, microbatches=1, chunks=2), most=1))
+    0UNSHARD+0F0+0RESHARD+1UNSHARD 1F0 1B0+1RESHARD+0UNSHARD 0B0+0RESHARD
+    """
+    require_counts(most=most)
+    return rewrite(remove_unshards(schedule), lambda program: _gathered(program, most))
+
+
+def _gathered(program: Program, most: int) -> Program:
+    program = tuple(tuple(i for _, i in in_order(step)) for step in program)
+    places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
+    uses = [tuple(dict.fromkeys(part.stage for part in parts_of(program[s][p]))) for s, p in places]
+    first, *behind = _moves(uses, most)
+    return insert(program, dict.fromkeys(places[:1], first), dict(zip(places, behind, strict=True)))
+
+
+def _moves(uses: list[tuple[int, ...]], most: int) -> list[list[Instruction]]:
+    """List the gathers and frees that come before the first use, and those that come after each use."""
+    held: set[int] = set()
+    moves: list[list[Instruction]] = []
+    for now, order in zip([*uses, ()], [*_orders(uses), ()], strict=True):
+        if len(now) > most:
+            raise ValueError(
+                f"most is {most}, but an overlapped pair uses stages {now[0]} and {now[1]} at once: expected"
+                " at least 2"
+            )
+        wanted = order[: min(len(now) + 1, most)]
+        # What is not used again comes first, then what is used latest.
+        spare = sorted(
+            held.difference(wanted), key=lambda s: (s in order, -order.index(s) if s in order else s)
+        )
+        needed = max(sum(s not in order for s in held), len(held.union(wanted)) - most)
+        moves.append([Instruction(Op.RESHARD, s) for s in spare[:needed]])
+        moves[-1] += [Instruction(Op.UNSHARD, s) for s in wanted if s not in held]
+        held = held.difference(spare[:needed]).union(wanted)
+    return moves
+
+
+def _orders(uses: list[tuple[int, ...]]) -> Orders:
+    orders: Orders = []
+    order: tuple[int, ...] = ()
+    for stages in reversed(uses):
+        order = (*stages, *(s for s in order if s not in stages))
+        orders.append(order)
+    return orders[::-1]

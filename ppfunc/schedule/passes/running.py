@@ -12,9 +12,9 @@ from ppfunc._checks import require_index
 from ..dataflow import Dataflow
 from ..errors import ScheduleError, cycle_text, require_schedule, schedule_error
 from ..instruction import COMMUNICATION, COMPUTE, SENDS, WHOLE_STAGE, Instruction, Op, parts_of
+from ..proof.certificate import Holder, uses
 from ..proof.order import check_order
 from ..proof.queues import check_queues
-from ..proof.states import Holder, uses
 from ..proof.structure import check_structure
 from ..schedule import Program, Schedule, Step
 from .rewrite import remove_slots

@@ -15,8 +15,7 @@ from ppfunc._checks import require_counts, require_type, show_table
 from ..builders import BUILDERS, find_builder
 from ..collector import collector_paused
 from ..costs import SENT, Costs, Number, portion, require_costs
-from ..formats.elements import clipped, number, short
-from ..formats.scatter import Point, draw
+from ..formats.svg import Point, clipped, draw, number, short
 from ..instruction import RESIDUAL_OPS, Op
 from ..proof.certificate import check
 from ..proof.timeline import Timeline, simulate

@@ -13,7 +13,7 @@ from ppfunc.parallel.placement import stages_of
 from ..builders import BUILDERS
 from ..costs import Costs, Number
 from ..instruction import Op
-from ..passes.insert import insert_offloads, insert_recomputes
+from ..passes.rewrite import insert_offloads, insert_recomputes
 from ..schedule import Schedule
 from .orders import FORWARD, INPUT, LEAVE, RETURN, WEIGHT, Direction, Order, Word, fits, in_turn, order_of
 from .problem import Cap, Problem

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-from ..dataflow import PRODUCT, Dataflow
+from ..dataflow import Dataflow
 from ..errors import ScheduleError, fault_at, last_place, schedule_error
-from ..instruction import COMMUNICATION, SENDS, WITHOUT_VALUE, Instruction, Op, parts_of
+from ..instruction import COMMUNICATION, KINDS, SENDS, Instruction, Op, parts_of
 from ..schedule import Schedule, Step
 
 Position = tuple[int, int, int]  # rank, step, place
@@ -27,7 +27,7 @@ class OrderRecord(NamedTuple):
 
 _Needs = tuple[tuple[dict[int, int], int, str], ...]
 _Makes = tuple[dict[int, int], ...]
-_Kind = tuple[_Needs, _Makes]
+_Rule = tuple[_Needs, _Makes]
 """What instructions of one kind need, each with its value and what to say without it; and what they make."""
 
 
@@ -105,9 +105,9 @@ def check_order(flow: Dataflow) -> OrderRecord:
     return record
 
 
-def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | None], _Kind]:
+def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | None], _Rule]:
     """Map ``(op, stage, peer)`` of computes and messages to what they need and make."""
-    kinds: dict[tuple[Op, int, int | None], _Kind] = {}
+    kinds: dict[tuple[Op, int, int | None], _Rule] = {}
     home = flow.schedule.placement
     for (op, stage, peer), (first, _) in flow.routes.items():
         value = first // flow.schedule.stages
@@ -123,8 +123,8 @@ def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | Non
             elif flow.schedule.ops & COMMUNICATION:
                 lack = "it needs {}, but its receive has not been posted before"
                 needs += ((record.receives[flow.message(value, stage)], value, lack),)
-        product = flow.output(stage, 0) + PRODUCT[op]
-        makes: _Makes = (record.made[product],) if op not in WITHOUT_VALUE else ()
+        product = flow.output(stage, 0) + KINDS[op].product
+        makes: _Makes = (record.made[product],) if KINDS[op].makes else ()
         makes += (record.weights[product],) if op in (Op.B, Op.W) else ()
         kinds[op, stage, None] = needs, makes
     return kinds

@@ -20,12 +20,12 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from ..dataflow import PRODUCT, Dataflow
+from ..dataflow import Dataflow
 from ..errors import ScheduleError, cycle_text, fault_at, last_place, text_of
-from ..instruction import COMMUNICATION, COMPUTE, SENDS, TAIL, Op
+from ..instruction import COMMUNICATION, COMPUTE, KINDS, SENDS, TAIL, Op
 from ..schedule import Schedule
-from .earliest import take_turns
 from .order import OrderRecord, Position, position_of, walk
+from .timeline import take_turns
 
 Wait = tuple[int, int, int, int, int]
 """A rank waits behind an instruction: its number; the one on whose behalf it waits; the other rank; the
@@ -164,7 +164,7 @@ def _message_waits(
                 continue
             message = flow.message(value, stage)
             received, batches = record.receives[message], last[rank, sender]
-            numbers = record.made[flow.output(stage, 0) + PRODUCT[op]]
+            numbers = record.made[flow.output(stage, 0) + KINDS[op].product]
             posted = map(steps[rank].__getitem__, map(received.__getitem__, numbers))
             awaited = map(batches.__getitem__, posted)
             messages = [message + stride * microbatch for microbatch in numbers]

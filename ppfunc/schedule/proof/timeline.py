@@ -1,26 +1,306 @@
-"""Compute time and memory of a schedule on paper."""
+"""Time schedules on paper, and measure their memory.
 
-from collections.abc import Iterator, Mapping, Sequence
+`earliest` lets each instruction begin once its rank is free and its inputs are there; `simulate` makes a
+:class:`Timeline` of it. Ranks take turns (`take_turns`) such that what they touch is still in the caches.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
-from functools import cache, partial
-from itertools import chain, compress
-from operator import itemgetter, sub
-from typing import Any
+from itertools import accumulate, chain, compress, product
+from operator import add, itemgetter, sub
+from typing import Any, NamedTuple
 
 from ppfunc._checks import require_type, show_table, table
 
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
 from ..dataflow import Dataflow
-from ..errors import require_schedule, schedule_error
-from ..instruction import COMMUNICATION, COMPUTE, MOVES, TAIL, Instruction, Op
-from ..schedule import Schedule
-from .earliest import BESIDE, EarliestTimes, Time, earliest
-from .states import HELD, elementary
+from ..errors import ScheduleError, cycle_text, require_schedule, schedule_error, text_of
+from ..instruction import (
+    BESIDE,
+    COMMUNICATION,
+    COMPUTE,
+    KINDS,
+    MOVES,
+    Unit,
+    Instruction,
+    Op,
+    elementary,
+    microbatch_of,
+)
+from ..schedule import Program, Schedule
+from .structure import check_structure
 
-_TIMED = (Op.UNSHARD, Op.OFFLOAD, Op.FETCH, *TAIL)
-_BUSY = COMPUTE | {Op.STEP}
-_COUNTED = _BUSY | BESIDE | MOVES
+_COUNTED = frozenset(op for op, kind in KINDS.items() if kind.unit and op not in COMMUNICATION)
+_BUSY = frozenset(op for op in _COUNTED if KINDS[op].unit is Unit.RANK)
+
+Time = Any  # int, float or Fraction: whatever the costs are, nothing is converted
+
+
+class EarliestTimes(NamedTuple):
+    """Hold start and end of each rank's compute instructions, and of others that have a cost, in order."""
+
+    starts: tuple[list[Time], ...]  # per rank, one time per instruction
+    ends: tuple[list[Time], ...]  # likewise
+    # Per line, by microbatch, end of the instruction that produced the value.
+    done: dict[int, dict[int, Time]]
+
+
+Line = tuple[dict[int, Time], dict[int, list[int]]]
+"""The values of one stage and kind: by microbatch, when each is there, and the ranks that wait for it. The
+number of a line is that of
+its value for microbatch 0.
+"""
+Work = tuple[Any, "TimedOp"]
+"""The microbatch of an instruction, None for those of a whole stage, and its kind."""
+
+
+class TimedOp(NamedTuple):
+    """Instructions of one op and stage, or pairs of them; distances are from the microbatch of the first."""
+
+    op: Op
+    parts: tuple[tuple[Op, int, int], ...]  # op, stage, distance of the microbatch
+    length: Time
+    inputs: tuple[tuple[Line, int, Time], ...]  # line, distance of the microbatch, delay
+    products: tuple[tuple[Line, int], ...]  # line, distance of the microbatch
+
+
+class _Beside:
+    """Time what runs beside the compute of one rank, each unit one after the other; collectives as if all
+    that take part were there.
+
+    Args:
+        copied: time of the copy to the host of every microbatch that has an OFFLOAD, by its stage.
+    """
+
+    def __init__(self, copied: Mapping[tuple[int, int | None], Time]) -> None:
+        self.copied = copied
+        self.free: dict[Unit | None, Time] = {}  # the end of its last work
+        self.left: dict[tuple[int, int | None], Time] = {}  # the end of a copy to the host
+        # Of a stage, or of a stage and a microbatch: the end of what its next work on the rank waits for.
+        self.ready: dict[tuple[int, int | None], Time] = {}
+
+    def run(self, work: TimedOp, microbatch: int | None, free: Time) -> tuple[Time, Time]:
+        """Return start and end of an instruction that is no compute, on a rank that is free from ``free``."""
+        op, ((_, stage, _),), length = work[:3]
+        unit = KINDS[op].unit
+        if unit is Unit.OUT:
+            end: Time = self.left[stage, microbatch]
+            return end - length, end
+        if unit is Unit.RANK:
+            start = max(free, self.ready.get((stage, None), 0))
+            return start, start + length
+        start = max(free, self.free.get(unit, 0))
+        end = self.free[unit] = self.ready[stage, microbatch] = start + length
+        return start, end
+
+    def arrival(self, work: TimedOp, microbatch: int) -> Time:
+        """Return when the parameters and residuals that a compute instruction needs are there."""
+        keys = ((stage, m) for _, stage, distance in work.parts for m in (None, microbatch + distance))
+        return max(self.ready.get(key, 0) for key in keys)
+
+    def begin_copies(self, work: TimedOp, microbatch: int, end: Time) -> None:
+        """Begin to copy what a forward that ends then has kept, if it has an OFFLOAD."""
+        for op, stage, distance in work.parts:
+            key = stage, microbatch + distance
+            if op is Op.F and key in self.copied:
+                end = max(end, self.free.get(Unit.OUT, 0)) + self.copied[key]
+                self.free[Unit.OUT] = self.left[key] = end
+
+
+def earliest(schedule: Schedule, costs: Costs, ops: Set[Op] = COMPUTE) -> EarliestTimes:
+    """Run some operations of ``schedule`` as soon as possible, and skip the rest.
+
+    Equivalent to, for each instruction in an order that respects its inputs::
+
+        start = max(end of the rank's previous instruction, *(done[i] + delay for i in inputs))
+        end = start + duration
+
+    The previous instruction is one that occupies the rank: compute or STEP. Other units run beside it, see
+    :class:`_Beside`.
+
+    Args:
+        schedule: compute only or lowered.
+        costs: times of instructions and messages, per stage of the schedule.
+        ops: operations that run: compute, and others that have a unit and are no message.
+
+    Raises:
+        ScheduleError: a value that is no schedule, or an instruction that waits for something
+            that can never come.
+    """
+    check_structure(schedule)
+    flow = Dataflow(schedule)
+    lines: dict[int, Line] = defaultdict(lambda: ({}, {}))
+    kinds = _kinds(schedule, flow, lines, costs, ops)
+    times = EarliestTimes(tuple([] for _ in schedule.programs), tuple([] for _ in schedule.programs), {})
+    ready = list(range(schedule.ranks - 1, -1, -1))
+    runs = []
+    for rank, program in enumerate(schedule.programs):
+        work = _work(program, ops, kinds, costs)
+        copied = {(parts[0][1], m): length for m, (op, parts, length, *_) in work if op is Op.OFFLOAD}
+        beside = None if ops <= COMPUTE else _Beside(copied)
+        runs.append(_run(rank, work, beside, times.starts[rank], times.ends[rank], ready))
+    take_turns(lambda rank: next(runs[rank], None), ready, times.starts)
+    times.done.update((first, done) for first, (done, _) in lines.items())
+    waits = (
+        (first + flow.output(0, m), ranks)
+        for first, (_, waiting) in lines.items()
+        for m, ranks in waiting.items()
+    )
+    if missing := {rank: value for value, ranks in waits for rank in ranks}:
+        raise _stuck(schedule, flow, times, ops, missing)
+    return times
+
+
+def _run(
+    rank: int,
+    work: Sequence[Work],
+    beside: _Beside | None,
+    starts: list[Time],
+    ends: list[Time],
+    ready: list[int],
+) -> Iterator[None]:
+    """Run the instructions of one rank; pause at each missing value until ``ready`` names the rank again."""
+    free: Time = 0
+    note_start, note_end = starts.append, ends.append
+    for microbatch, timed in work:
+        _, _, length, inputs, outputs = timed
+        start = free
+        if beside:
+            if timed.op not in COMPUTE:
+                start, end = beside.run(timed, microbatch, free)
+                note_start(start)
+                note_end(end)
+                if timed.op not in BESIDE:
+                    free = max(free, end)
+                continue
+            start = max(free, beside.arrival(timed, microbatch))
+        for (done, waiting), distance, late in inputs:
+            number = microbatch + distance if distance else microbatch  # a sum would be a new object
+            while number not in done:
+                waiting.setdefault(number, []).append(rank)
+                yield
+            arrival = done[number] + late if late else done[number]
+            if arrival > start:
+                start = arrival
+        free = start + length
+        note_start(start)
+        note_end(free)
+        if beside and beside.copied:
+            beside.begin_copies(timed, microbatch, free)
+        for (done, waiting), distance in outputs:
+            number = microbatch + distance if distance else microbatch
+            done[number] = free
+            if number in waiting:
+                ready += waiting.pop(number)
+
+
+def _kinds(
+    schedule: Schedule, flow: Dataflow, lines: Mapping[int, Line], costs: Costs, ops: Set[Op]
+) -> dict[tuple[Any, ...], TimedOp]:
+    """Time the kinds of instruction that occur, by op and stage, pairs excepted."""
+    home, kinds = schedule.placement, {}
+    for stage in range(schedule.stages):
+        for op in schedule.ops & ops - {Op.OVERLAP_F_B}:
+            made = flow.output(stage, 0) + KINDS[op].product
+            reads = tuple(
+                (lines[value], 0, costs.message_of(origin) if home[origin] != home[stage] else 0)
+                for value, origin in flow.needs.get((op, stage), ())
+            )
+            products = ((lines[made], 0),) if KINDS[op].makes else ()
+            kinds[op, stage] = TimedOp(op, ((op, stage, 0),), costs.time_of(op, stage), reads, products)
+    return kinds
+
+
+def _work(program: Program, ops: Set[Op], kinds: dict[tuple[Any, ...], TimedOp], costs: Costs) -> list[Work]:
+    """List the instructions of a rank that have a cost, adding kinds of pairs as they are met."""
+
+    def of_pair(forward: Instruction, backward: Instruction) -> TimedOp:
+        distance = microbatch_of(backward) - microbatch_of(forward)
+        key = (*forward[:2], *backward[:2], distance)
+        if key not in kinds:
+            one, other = kinds[forward[:2]], kinds[backward[:2]]
+            inputs = (*one.inputs, *((line, distance, late) for line, _, late in other.inputs))
+            products = (*one.products, *((line, distance) for line, _ in other.products))
+            parts = (*one.parts, (*other.parts[0][:2], distance))
+            length = costs.pair_of(forward.stage, backward.stage, backward.op is Op.B)
+            kinds[key] = TimedOp(Op.OVERLAP_F_B, parts, length, inputs, products)
+        return kinds[key]
+
+    return [(i[2], of_pair(*i[5]) if i[5] else kinds[i[:2]]) for step in program for i in step if i[0] in ops]
+
+
+def _stuck(
+    schedule: Schedule, flow: Dataflow, times: EarliestTimes, timed: Set[Op], missing: dict[int, int]
+) -> ScheduleError:
+    """Make the error for ranks that wait for ever; follow who waits for whom until the circle closes."""
+    makers: dict[int, tuple[int, int, int]] = {}
+    places = []
+    for rank, program in enumerate(schedule.programs):
+        steps = enumerate(program)
+        places.append(
+            [
+                (step, place)
+                for step, instructions in steps
+                for place, i in enumerate(instructions)
+                if i.op in timed
+            ]
+        )
+        for step, place in places[rank]:
+            for value in flow.products(program[step][place]) if program[step][place].op in COMPUTE else ():
+                makers.setdefault(value, (rank, step, place))
+    rank = min(missing)
+    seen: dict[int, str] = {}
+    while rank not in seen:
+        step, place = places[rank][len(times.ends[rank])]
+        name = flow.name(missing[rank])
+        if missing[rank] not in makers:
+            return schedule_error(
+                schedule, rank, (step, place), f"it waits for {name}, which no rank computes"
+            )
+        maker, at, beside = makers[missing[rank]]
+        here, there = (
+            text_of(schedule.programs[r][s][p]) for r, s, p in ((rank, step, place), (maker, at, beside))
+        )
+        seen[rank] = (
+            f"rank {rank} waits at step {step}, place {place} ({here}) for {name}, "
+            f"which rank {maker} computes only at step {at}, place {beside} ({there})"
+        )
+        rank = maker
+    cycle = list(seen.values())[list(seen).index(rank) :]
+    return schedule_error(
+        schedule, rank, places[rank][len(times.ends[rank])], "deadlock: " + cycle_text(cycle)
+    )
+
+
+_WINDOW = 32  # steps by which a rank may be ahead: what some 32 ranks touch meanwhile fits into the caches
+
+
+def take_turns(resume: Callable[[int], None], ready: list[int], past: Sequence[Sized]) -> None:
+    """Resume the ranks in ``ready``, the last first, until there are none.
+
+    A rank that is resumed runs until it has to wait, and adds to ``ready`` those that waited for it. Any
+    order gives the same result. But a rank can be only a microbatch or so ahead of its neighbour, so without
+    a window every microbatch goes through all ranks; more of them than the caches hold take twice the time.
+
+    Args:
+        resume: runs a rank.
+        ready: the ranks that can run; empty at the end.
+        past: what each rank has done so far. One that is ahead of the window waits for it to move on.
+    """
+    ahead: list[int] = []
+    end = _WINDOW
+    while ready:
+        rank = ready.pop()
+        if len(past[rank]) > end:
+            ahead.append(rank)
+        else:
+            resume(rank)
+        if not ready:
+            ready += reversed(ahead)
+            ahead.clear()
+            end += _WINDOW
 
 
 @dataclass(frozen=True, repr=False)
@@ -110,9 +390,8 @@ class Timeline:
         together = [i + w for i, w in zip(*halves, strict=True)]
         backward = tuple(b or both for b, both in zip(whole, together, strict=True))
         inputs, weights = halves
-        unseen = MOVES if self.measured else {}
-        timed = [op for op in (*_TIMED, Op.RECOMPUTE) if op in self.schedule.ops and op not in unseen]
-        rest = {op.lower(): of(op) for op in timed}
+        unseen = MOVES if self.measured else set()
+        rest = {op.lower(): of(op) for op in _COUNTED & self.schedule.ops - unseen if not KINDS[op].cost}
         whole_apart = None if list(backward) == together else backward
         return Costs(of(Op.F), inputs, weights, whole_apart, overlapped, communication=sent, **rest)
 
@@ -144,15 +423,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """
     require_schedule(schedule)
     costs = require_costs(costs).fitting(schedule.stages)
-    single = {Op.F: "forward", Op.I: "backward_input", Op.W: "backward_weight"}
-    pair_of = cache(costs.pair_of)
-    times = earliest(
-        schedule,
-        lambda op, stage: costs.of(single[op], stage) if op in single else costs.time_of(op, stage),
-        lambda f, b: pair_of(f.stage, b.stage, b.op is Op.B),
-        lambda origin, _: costs.message_of(origin),
-        {op: partial(costs.time_of, op) for op in _TIMED if op in schedule.ops},
-    )
+    times = earliest(schedule, costs, _COUNTED & schedule.ops)
     return timeline_of(schedule, *_all_instructions(schedule, costs, times), costs)
 
 
@@ -225,41 +496,53 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     """
     require_schedule(schedule)
     costs = require_costs(costs)
-    names, dropped = ("activation", "weight_share", "checkpoint"), schedule.recomputed
-    sizes = [tuple(costs.of(name, s) for name in names) for s in range(schedule.stages)]
-    kinds = {size: 3 * number for number, size in enumerate(dict.fromkeys(sizes))}
-    kind = [kinds[size] for size in sizes]
-    keep = 0 if schedule.forward_only else 1
+    names = ("activation", "weight_share", "checkpoint")
     peaks = []
-    for program in schedule.programs:
-        # Whole activations and shares are counted by kind and only then multiplied, so that floats do not
-        # drift.
-        held = [0] * (3 * len(kinds))
-        states = set()
-        for op, stage, microbatch, _, _, _ in elementary(program):
-            change, share = HELD.get(op, (0, 0))
-            at, lasts = kind[stage], keep
-            if dropped and (stage, microbatch) in dropped:
-                held[at + 2] -= op is Op.RECOMPUTE
-                lasts *= op is not Op.F
-            if change > 0:
-                held[at] += 1
-                states.add(tuple(held))
-                held[at] += lasts - 1
-            else:
-                held[at] += change * lasts
-                held[at + 1] += share
-            if lasts < keep:
-                held[at + 2] += 1
-        memory = [
+    for rank in range(schedule.ranks):
+        # Equal sizes are counted together and only then multiplied, so that floats do not drift.
+        sizes: dict[tuple[Number, ...], set[int]] = {}
+        for stage in schedule.stages_of(rank):
+            sizes.setdefault(tuple(costs.of(name, stage) for name in names), set()).add(stage)
+        states = set(zip(*(held(schedule, rank, stages) for stages in sizes.values()), strict=True))
+        memory = (
             sum(
-                size * (state[at] + share * state[at + 1]) + c * state[at + 2]
-                for (size, share, c), at in kinds.items()
+                size * (whole + share * shares) + checkpoint * checkpoints
+                for (size, share, checkpoint), (whole, shares, checkpoints) in zip(sizes, state, strict=True)
             )
             for state in states
-        ]
+        )
         peaks.append(max(memory, default=0))
     return tuple(peaks)
+
+
+HOLDING = frozenset(op for op, kind in KINDS.items() if kind.held != (0, 0))
+
+
+def held(schedule: Schedule, rank: int, stages: Container[int]) -> Iterator[tuple[int, int, int]]:
+    """Count what is held for backwards of some stages while each instruction runs that changes it.
+
+    Yields:
+        The numbers of whole activations, of shares that wait for W, and of checkpoints.
+    """
+    keep = 0 if schedule.forward_only else 1
+    # Of each number: the change while an instruction runs, and the one that stays.
+    changes = {}
+    for op, dropped in product(HOLDING, (False, True)):
+        whole, share = KINDS[op].held
+        stub = dropped if op is Op.F else -1 if op is Op.RECOMPUTE else 0
+        stays = 0 if op is Op.F and dropped else whole
+        changes[op, dropped] = (
+            tuple(keep * n for n in (stays, share, stub)),
+            (max(whole, 0), 0, keep * min(stub, 0)),
+        )
+    again = schedule.recomputed
+    nothing = (0, 0, 0), (0, 0, 0)
+    parts = (part for part in elementary(schedule.programs[rank]) if part[0] in HOLDING)
+    rows = [changes[p[0], p[1:3] in again] if p[1] in stages else nothing for p in parts]
+    columns = zip(*(zip(*column, strict=True) for column in zip(*rows, strict=True)), strict=True)
+    return zip(
+        *(map(add, accumulate(lasting, initial=0), during) for lasting, during in columns), strict=False
+    )
 
 
 def _share_idle(busy: Sequence[Time], time: Time) -> Time:
