@@ -95,20 +95,20 @@ WRONG = {
     ),
     "sum over data ranks first": (("0F0 0REDUCE_GRAD 0B0 0STEP",), 1, 0, (0, 1), "0REDUCE_GRAD", "still computes after it"),  # noqa: E501
     "used while sharded": (("0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 0), "0F0", "stage 0 are sharded, and F needs them whole: expected UNSHARD before it"),  # noqa: E501
-    "used after the reshard": (("0UNSHARD 0F0 0RESHARD 0B0",), 1, 0, (0, 3), "0B0", "sharded since step 0, place 2"),
+    "used after the reshard": (("0UNSHARD 0F0 0RESHARD 0B0",), 1, 0, (0, 3), "0B0", "sharded since step 0, place 2"),  # noqa: E501
     "unsharded twice": (("0UNSHARD 0F0 0UNSHARD 0B0 0RESHARD",), 1, 0, (0, 2), "0UNSHARD", "whole since step 0, place 0, and UNSHARD needs them sharded: expected RESHARD"),  # noqa: E501
-    "never resharded": (("0UNSHARD 0F0 0B0",), 1, 0, (0, 0), "0UNSHARD", "stay whole: expected a RESHARD"),  # noqa: E501
+    "never resharded": (("0UNSHARD 0F0 0B0",), 1, 0, (0, 0), "0UNSHARD", "stay whole: expected a RESHARD"),
     "resharded twice": (("0UNSHARD 0F0 0B0 0RESHARD 0RESHARD",), 1, 0, (0, 4), "0RESHARD", "sharded since step 0, place 3, and RESHARD needs them whole"),  # noqa: E501
     "stepped while unsharded": (("0UNSHARD 0F0 0B0 0STEP 0RESHARD",), 1, 0, (0, 3), "0STEP", "are whole since step 0, place 0, and STEP needs them sharded"),  # noqa: E501
     "one stage only unsharded": (
         ("0UNSHARD 0F0 0RESHARD 0UNSHARD | 0SEND_F0 0RECV_B0 0B0 0RESHARD", GOOD[1]), 1, 1, (0, 1), "1F0", "stage 1 are sharded",  # noqa: E501
     ),
-    "load missing": (("0LOAD0 0F0 0F1",), 2, 0, (0, 2), "0F1", "data of stage 0 for microbatch 1 are missing, .* expected LOAD before"),
+    "load missing": (("0LOAD0 0F0 0F1",), 2, 0, (0, 2), "0F1", "data of stage 0 for microbatch 1 are missing, .* expected LOAD before"),  # noqa: E501
     "load late": (("0F0 | 0LOAD0",), 1, 0, (0, 0), "0F0", "are missing, .* expected LOAD before"),
-    "load twice": (("0LOAD0 0LOAD0 0F0",), 1, 0, (0, 1), "0LOAD0", "are loaded since step 0, place 0, and LOAD needs them missing"),
+    "load twice": (("0LOAD0 0LOAD0 0F0",), 1, 0, (0, 1), "0LOAD0", "are loaded since step 0, place 0, and LOAD needs them missing"),  # noqa: E501
     "fetch without offload": (("0F0 0FETCH0 0B0",), 1, 0, (0, 1), "0FETCH0", "are here since step 0, place 0, and FETCH needs them away: expected OFFLOAD"),  # noqa: E501
-    "offload too early": (("0OFFLOAD0 0F0 0B0",), 1, 0, (0, 0), "0OFFLOAD0", "are not computed, and OFFLOAD needs them here: expected F"),
-    "used while away": (("0F0 0OFFLOAD0 0B0",), 1, 0, (0, 2), "0B0", "are away since step 0, place 1, and B needs them here or back: expected FETCH"),
+    "offload too early": (("0OFFLOAD0 0F0 0B0",), 1, 0, (0, 0), "0OFFLOAD0", "are not computed, and OFFLOAD needs them here: expected F"),  # noqa: E501
+    "used while away": (("0F0 0OFFLOAD0 0B0",), 1, 0, (0, 2), "0B0", "are away since step 0, place 1, and B needs them here or back: expected FETCH"),  # noqa: E501
     "fetched when used up": (("0F0 0OFFLOAD0 0FETCH0 0B0 0OFFLOAD0",), 1, 0, (0, 4), "0OFFLOAD0", "used up"),
     "slot overwritten": (("0F0@0 0F1@0 0B0@0 0B1@0",), 2, 0, (0, 1), "0F1@0", "slot 0 of stage 0 still holds microbatch 0"),  # noqa: E501
     "slot changed": (("0F0@0 0B0@1",), 1, 0, (0, 1), "0B0@1", "in slot 0 of stage 0, got slot 1"),

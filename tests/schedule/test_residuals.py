@@ -70,10 +70,16 @@ def test_a_forward_that_runs_again_takes_its_time_and_holds_a_checkpoint_in_betw
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("0F0,0B0,0RECOMPUTE0", "are dropped since step 0, place 0, and . needs them here or back: expected RECOMPUTE"),
+        (
+            "0F0,0B0,0RECOMPUTE0",
+            "are dropped since step 0, place 0, and . needs them here or back: expected RECOMPUTE",
+        ),
         ("0F0,0RECOMPUTE0,0RECOMPUTE0,0B0", "it is there twice"),
         ("0RECOMPUTE0,0F0,0B0", "it needs the output of stage 0"),
-        ("0F0,0I0,0RECOMPUTE0,0W0", "are dropped since step 0, place 0, and . needs them here or back: expected RECOMPUTE"),
+        (
+            "0F0,0I0,0RECOMPUTE0,0W0",
+            "are dropped since step 0, place 0, and . needs them here or back: expected RECOMPUTE",
+        ),
         ("0F0,0OFFLOAD0,0RECOMPUTE0,0B0", "are dropped since .* OFFLOAD needs them here"),
         ("0F0,0OFFLOAD0,0FETCH0,0OFFLOAD0,0FETCH0,0B0", "are back since .* OFFLOAD needs them here"),
         ("0F0,0RECOMPUTE0,0OFFLOAD0,0FETCH0,0B0", "are back since .* OFFLOAD needs them here"),

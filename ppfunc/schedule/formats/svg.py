@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ppfunc._checks import require_index, require_type, shown
 
 from ..errors import require_schedule
-from ..instruction import COMPUTE, KINDS, Unit, Kind, Op, parts_of
+from ..instruction import COMPUTE, KINDS, Kind, Op, Unit, parts_of
 from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
 from .grid import Bar, bars_of, with_timeline

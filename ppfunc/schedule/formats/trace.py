@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 
 from ppfunc._checks import require_type
 
-from ..instruction import COMPUTE, KINDS, Unit, FormatError, Instruction, Op, microbatch_of, parts_of
+from ..instruction import COMPUTE, KINDS, FormatError, Instruction, Op, Unit, microbatch_of, parts_of
 from ..json import from_document, load, times_of, to_json
 from ..proof.structure import check_structure
 from ..proof.timeline import Timeline, simulate, timeline_of

@@ -23,9 +23,9 @@ from ..instruction import (
     COMPUTE,
     KINDS,
     MOVES,
-    Unit,
     Instruction,
     Op,
+    Unit,
     elementary,
     microbatch_of,
 )
