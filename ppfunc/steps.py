@@ -525,12 +525,10 @@ def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepS
     if listed and len(engine) != len(stages):
         raise ValueError(f"engine: got {len(engine)} engines, expected one, or {len(stages)}, one per stage")
     for name, one in [(f"engine[{n}]", e) for n, e in enumerate(engine)] if listed else [("engine", engine)]:
-        if not callable(one):
-            raise TypeError(f"{name}: got {shown(one)}, expected ppfunc.engines.graph, functional or eager")
-        if one is torch.compile:
+        if not callable(one) or one is torch.compile:
             raise TypeError(
-                f"{name}: got torch.compile, which makes no gradients apart; write"
-                " engine=ppfunc.engines.graph(compile=True), which compiles them by inductor"
+                f"{name}: got {shown(one)}, expected ppfunc.engines.graph, functional or eager; write"
+                " ppfunc.engines.graph(compile=True) to compile by inductor"
             )
         if getattr(one, "dynamic", False) and not all(getattr(fn, "sizes_vary", True) for fn in stages):
             raise ValueError(
@@ -543,12 +541,7 @@ def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepS
             " ensemble of three"
         )
     overlapped: Any = spec.overlapped
-    if overlapped in (interleaved, two_streams):
-        raise TypeError(
-            f"overlapped: got ppfunc.{overlapped.__name__} itself, expected what it returns:"
-            f" ppfunc.{overlapped.__name__}()"
-        )
-    if overlapped is not None and not callable(overlapped):
+    if overlapped in (interleaved, two_streams) or not (overlapped is None or callable(overlapped)):
         raise TypeError(
             f"overlapped: got {shown(overlapped)}, expected a function, such as ppfunc.interleaved() or"
             " ppfunc.two_streams()"

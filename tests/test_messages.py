@@ -190,8 +190,8 @@ MISTAKES = {
     ),
     "the number of microbatches before the batch": (
         lambda: pp.microbatch(4, ONES),
-        TypeError,
-        r"^microbatches: got tensor.* of type Tensor, expected an integer; the order is batch, microbatches$",
+        ValueError,
+        r"^microbatches = tensor.* of type Tensor, expected an integer of at least 1",
     ),
     "a folder without checkpoints": (
         lambda: pp.checkpoint.load(None, like={}),

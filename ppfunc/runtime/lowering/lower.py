@@ -397,8 +397,13 @@ def _lower_stage(
         model_stage, call, form.params[model_stage], outline, received, tuple(map(Edge, sinks, sent)),
         loss if loss.leaves else None, outputs, metrics, aux, state,
     )  # fmt: skip
-    if not schedule.forward_only:  # which updates nothing
-        _require_declared_frozen(low, spec)
+    if spec.frozen is not None and spec.updates and outline.undeclared:
+        names = ", ".join(map(repr, outline.undeclared[:5]))
+        raise ValueError(
+            f"stages[{model_stage}]: it calls the function of a module that has frozen {names}, which the"
+            f" trainer does not know of, so that weight decay would change it; say trainable={{{model_stage}:"
+            " mask}, False for what is frozen, or make the function with functools.wraps(that function)"
+        )
     _require_loss(low, loss, spec)
     _require_wanted(low, form, spec, bool(schedule.replicas))
     return low
@@ -493,31 +498,16 @@ def _require_layouts(
                 )
 
 
-def _require_declared_frozen(low: LoweredStage, spec: StepSpec) -> None:
-    if spec.frozen is not None and spec.updates and low.outline.undeclared:
-        names = ", ".join(map(repr, low.outline.undeclared[:5]))
-        raise ValueError(
-            f"stages[{low.model_stage}]: it calls the function of a module that has frozen {names}, which the"
-            " trainer does not know of, so that weight decay would change it; say"
-            f" trainable={{{low.model_stage}: mask}}, False for what is frozen, or make the function with"
-            " functools.wraps(that function)"
-        )
-
-
 def _require_loss(low: LoweredStage, loss: Signature, spec: StepSpec) -> None:
     if low.call.function.loss_fn is None and not loss.leaves:
         return
     got, shape = ", ".join(map(str, loss.leaves)) or "nothing", spec.loss_shape
     if len(loss.leaves) != 1 or loss.leaves[0].shape != shape or not loss.leaves[0].dtype.is_floating_point:
         wanted = f"floating tensor of shape {list(shape)}, the loss_shape" if shape else "floating scalar"
-        mend = (
-            "return one of that shape, or pass another loss_shape"
-            if shape
-            else "take its mean or sum, in real numbers"
+        raise ValueError(
+            f"the loss of stage {low.model_stage} must be a {wanted}, got {got}; take its mean or sum,"
+            " in real numbers, or, for the losses of an ensemble, pass loss_shape=(number of models,)"
         )
-        if not shape and len(loss.leaves) == 1 and len(loss.leaves[0].shape) == 1:
-            mend += f"; where it is that of an ensemble, pass loss_shape={loss.leaves[0].shape}"
-        raise ValueError(f"the loss of stage {low.model_stage} must be a {wanted}, got {got}; {mend}")
     if "loss" not in spec.wants:
         raise ValueError(
             f"stage {low.model_stage} returns an auxiliary loss, and evaluate without a loss function returns"
@@ -533,14 +523,11 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
             " alone"
         )
     if (metrics.leaves or state.leaves) and "aux" not in spec.wants:
-        got, mend = "metrics", ""
-        if not metrics.leaves:
-            got = "a state"
-            mend = (
-                "; where a module only reads its buffers, stage_from_module(module, constants=True) has no"
-                " state"
-            )
-        raise ValueError(f"stage {stage} returns {got}; pass has_aux=True to get them{mend}")
+        raise ValueError(
+            f"stage {stage} returns {'metrics' if metrics.leaves else 'a state'}; pass has_aux=True to get"
+            " them; where a module only reads its buffers, stage_from_module(module, constants=True) has no"
+            " state"
+        )
     before = form.state.get(stage)
     if (state.leaves or (before is not None and before.leaves)) and (
         before is None or not _same_state(before, state)

@@ -11,7 +11,7 @@ from inspect import unwrap
 from typing import Any, NamedTuple
 
 from ppfunc.schedule import Instruction, Op
-from ppfunc.schedule.instruction import COMMUNICATION, SENDS, TAIL, WITHOUT_VALUE, microbatch_of
+from ppfunc.schedule.instruction import COMMUNICATION, SENDS, WITHOUT_VALUE, microbatch_of
 from ppfunc.schedule.passes.running import send_completion
 from ppfunc.stage import Signature, StageProgram
 from ppfunc.stage.device import SideStreams, accelerates, available
@@ -59,19 +59,15 @@ def compile_step(lowered: LoweredStep, programs: StagePrograms, transport: Trans
     return bind(lowered, build_programs(lowered, programs), transport)
 
 
-def bind(
-    lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: Transport, *, tail: bool = True
-) -> CompiledStep:
-    """Bind every instruction to these programs. Without ``tail``, leave out sums over places and updates."""
+def bind(lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: Transport) -> CompiledStep:
+    """Bind every instruction to these programs."""
     lowered = _without_tensors(lowered)  # first: what is bound holds stages
     binder = _Binder(lowered, programs, transport)
     placed = binder.bind_all()
-    if tail and lowered.spec.shares(lowered.schedule):
+    if lowered.spec.shares(lowered.schedule):
         placed += calls.sum_over_places(lowered, transport)
-    if tail and lowered.spec.updates:
+    if lowered.spec.updates:
         placed += calls.update_parameters(lowered, binder.deferred)
-    if not tail:
-        placed = [(call, place) for call, place in placed if place.instruction.op not in TAIL]
     return CompiledStep(
         lowered,
         programs,

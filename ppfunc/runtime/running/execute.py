@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ppfunc.schedule import Chain
+from ppfunc.schedule.instruction import TAIL
 from ppfunc.schedule.passes.running import linearize
 from ppfunc.stage import FlatProgram, LeafSignature, StageProgram
 from ppfunc.stage._torch import values
@@ -286,11 +287,12 @@ def _first(compiled: CompiledStep, buffers: Buffers, transport: Transport) -> tu
         key: _watched(lowered.stages[key], program, notes.append)
         for key, program in compiled.programs.items()
     }
-    bound = bind(lowered, programs, transport, tail=False)
+    bound = bind(lowered, programs, transport)
     order = {place: n for n, place in enumerate(linearize(lowered.schedule))}
     first: tuple[int, Origin, str] | None = None
     for call, place in zip(bound.calls, bound.places, strict=True):
-        call(buffers)
+        if place.instruction.op not in TAIL:
+            call(buffers)
         if place.instruction.microbatch in buffers.left_out:
             notes.clear()
         if notes and first is None:

@@ -239,20 +239,16 @@ def microbatch(batch: Any, microbatches: int) -> Microbatches:
         microbatches: ``m``, at least 1, which must divide that size.
 
     Raises:
-        ValueError: a leaf has no axis 0, or one that is not divisible by ``m``, or leaves disagree on its
-            size.
-        TypeError: a leaf is not a tensor, or ``microbatches`` is not an integer.
+        ValueError: a leaf has no axis 0, or its size is not divisible by ``m``, or leaves disagree on it; or
+            ``microbatches`` is not an integer of at least 1.
+        TypeError: a leaf is not a tensor.
 
     >>> microbatch({"x": torch.zeros(6, 2)}, 3)[0]["x"].shape
     torch.Size([2, 2])
     """
-    if not isinstance(microbatches, Integral):
-        raise TypeError(
-            f"microbatches: got {shown(microbatches)}, expected an integer; the order is batch, microbatches"
-        )
-    require_counts(microbatches=int(microbatches))
-    leaves, form = read_tree(with_constants(batch, "batch"), "batch", int(microbatches))
-    parts = map(form.signature.wrap, form.cut(leaves, int(microbatches)))
+    require_counts(microbatches=microbatches)
+    leaves, form = read_tree(with_constants(batch, "batch"), "batch", microbatches)
+    parts = map(form.signature.wrap, form.cut(leaves, microbatches))
     return Microbatches(map(without_constants, parts))
 
 
@@ -470,7 +466,9 @@ def read_arguments(
     if last is not None and reader.as_known:
         form = last
     else:
-        _require_inputs(raw, schedule, stages)
+        first = schedule.model_stages[schedule.chains[0].stages[0]]
+        if raw.inputs is None and first in stages:
+            raise ValueError(f"inputs: got None, but this process runs stage {first}, which needs them")
         if not abstract:
             for name, tree in reader.trees.items():
                 require_values(name, tree.form.treedef, tree.devices)
@@ -632,12 +630,6 @@ def require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool = 
             f"{name}: got the stages {list(trees)}, this process runs {list(stages)}; give those, as {{s:"
             f" {name}[s] for s in {list(stages)}}}{mend if fewer else ''}"
         )
-
-
-def _require_inputs(raw: RawArguments, schedule: Schedule, stages: Sequence[int]) -> None:
-    stage = schedule.model_stages[schedule.chains[0].stages[0]]
-    if raw.inputs is None and stage in stages:
-        raise ValueError(f"inputs: got None, but this process runs stage {stage}, which needs them")
 
 
 def read_seed(seed: Any) -> Seed:

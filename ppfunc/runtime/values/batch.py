@@ -209,19 +209,14 @@ def require_divisible(
                 f"{name}{path}: got a scalar, expected a leading batch axis to cut into {microbatches}"
                 f" microbatches; {_WHOLE}"
             )
-        if size < microbatches:
-            mend = f"use at most {size} microbatches" if size else "give it at least one row for each"
-            raise ValueError(
-                f"{name}{path}: got {size} rows in shape {tuple(leaf.shape)} for {microbatches} microbatches;"
-                f" {mend}; {_WHOLE}"
-            )
-        if size % microbatches:
+        if size < microbatches or size % microbatches:
             divisors = (k for k in range(1, size + 1) if size % k == 0)
             near = sorted(sorted(divisors, key=lambda k: abs(k - microbatches))[:2])
             raise ValueError(
                 f"{name}{path}: got {size} rows in shape {tuple(leaf.shape)}, which {microbatches}"
-                f" microbatches do not divide; the nearest that do are {' and '.join(map(str, near))};"
-                " parts of any sizes are ppfunc.Microbatches([...]), with loss_weights=[...]"
+                f" microbatches do not divide; the nearest that do are"
+                f" {' and '.join(map(str, near)) or 'none'}; parts of any sizes are"
+                f" ppfunc.Microbatches([...]), with loss_weights=[...]; {_WHOLE}"
             )
     if len(set(sizes)) > 1:
         listed = ", ".join(f"{name}{path}: {size}" for path, size in zip(paths, sizes, strict=True))
