@@ -136,45 +136,6 @@ def test_replicas_of_the_same_bits_are_the_same(two):
     two(same_bits)
 
 
-def different_stages(rank, ranks):
-    """A function of another form on one rank: its gradients could not be added up."""
-    schedule = pp.dualpipe(ranks, 4)
-    params, inputs, targets = problem(schedule)
-    with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([affine, affine], squared, schedule, transport, engine=traced_once)
-        frozen = {s: {"w": p["w"], "b": (p["b"] * 100).int()} for s, p in params.items()} if rank else params
-        try:
-            step(frozen, inputs, targets)
-        except Exception as error:
-            return type(error).__name__, str(error)
-
-
-def test_replicas_with_another_number_of_gradients_are_told(two):
-    for name, text in two(different_stages):
-        assert name == "AgreementError", text
-        assert "parameters of stage 0 differ" in text
-
-
-def zero_and_minus_zero(rank, ranks):
-    """They are equal, but not the same bits: divisions by them differ."""
-    schedule = pp.dualpipe(ranks, 4)
-    params, inputs, targets = problem(schedule)
-    params[1]["b"] = torch.zeros(D) * (-1 if rank else 1)
-    with (
-        pp.P2P(timeout=60) as transport,
-        pytest.raises(
-            pp.AgreementError, match=r"params\[1\]\['b'\] has other values on rank 0 .* than on rank 1 "
-        ),
-    ):
-        pp.value_and_grad([affine, affine], squared, schedule, transport, engine=traced_once)(
-            params, inputs, targets
-        )
-
-
-def test_replicas_with_zeros_of_another_sign_are_told(two):
-    two(zero_and_minus_zero)
-
-
 def judged(rank, ranks, name):
     """An evaluation compares them, too."""
     schedule = SCHEDULES[name](ranks)
