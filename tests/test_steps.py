@@ -299,6 +299,13 @@ def test_every_schedule_that_adds_up_in_the_same_order_gives_the_same_bits():
         assert same_bits(grads, results[0][1])
 
 
+@pytest.mark.parametrize("builder", [pp.dualpipe, pp.schedule.chimera])
+def test_a_bidirectional_schedule_takes_each_stage_of_the_model_once(builder):
+    """Its second chain runs replicas of the stages; their gradients are in the sum."""
+    params, inputs, targets = problem(4, 10)
+    compare([affine] * 4, squared, builder(4, 10), params, inputs, targets)
+
+
 def dropped(params, x):
     return torch.nn.functional.dropout(affine(params, x), 0.5)
 

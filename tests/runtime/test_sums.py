@@ -161,31 +161,3 @@ def test_what_would_add_nothing_up_is_refused():
     ):
         with pytest.raises((TypeError, ValueError), match="sum_dtype"):
             pp.value_and_grad([stage] * 2, loss_fn, pp.gpipe(2, M), sum_dtype=wrong, **options)
-
-
-@pytest.mark.parametrize("build", [pp.gpipe, pp.one_f_one_b])
-def test_a_step_holds_the_sums_and_one_gradient(build):
-    """Those of all leaves were beside all sums: two trees; and beside those of a second microbatch: three."""
-    params = {s: [{"w": torch.zeros(16, 16), "b": torch.zeros(16)} for _ in range(8)] for s in (0, 1)}
-
-    def layers(tree, x):
-        for p in tree:
-            x = stage(p, x)
-        return x
-
-    step = pp.value_and_grad([layers] * 2, loss_fn, build(2, 4))
-    memory = step.lower(params, normal(16, 16).float(), normal(16, 16).float()).memory_analysis()
-    tree = 8 * (16 * 16 + 16) * 4
-    for rank in (0, 1):
-        most = memory[rank].most
-        assert most.gradients + most.workspace < 2 * tree
-
-
-def test_the_first_gradients_are_borrowed():
-    first, second = (torch.ones(2),), (torch.full((2,), 2.0),)
-    sums = Sum()
-    for n in range(2):
-        sums.add((first, second)[n], range(1), n)
-    sums.add(second, range(1), 2)
-    assert torch.equal(sums.take(first, torch.clone)[0], torch.full((2,), 5.0))
-    assert torch.equal(first[0], torch.ones(2)) and torch.equal(second[0], torch.full((2,), 2.0))
