@@ -30,15 +30,17 @@ if TYPE_CHECKING:
     from .step import CacheInfo as CacheInfo, StepFunction as StepFunction
     from .transport.inprocess import InProcess as InProcess, OnPaper as OnPaper
     from .transport.p2p import P2P as P2P
-    from .values.arguments import microbatch as microbatch
-    from .values.batch import Microbatches as Microbatches, replicated as replicated
+    from .values.arguments import (
+        Microbatches as Microbatches,
+        microbatch as microbatch,
+        replicated as replicated,
+    )
     from .values.errors import AgreementError as AgreementError, PipelineError as PipelineError
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "values.batch": "Microbatches replicated",
-            "values.arguments": "microbatch",
+            "values.arguments": "Microbatches microbatch replicated",
             "lowering.results": "Aux StepResult",
             "step": "CacheInfo StepFunction",
             "values.errors": "AgreementError PipelineError",

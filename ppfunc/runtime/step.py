@@ -39,6 +39,7 @@ from .running.compile import CompiledStep, compile_step
 from .running.execute import NotFinite, count_nonfinite, execute_steps, fill, locate_nonfinite
 from .running.record import Recorder, gather
 from .values.arguments import (
+    BatchShapes,
     LaidOut,
     RawArguments,
     StepArguments,
@@ -47,7 +48,6 @@ from .values.arguments import (
     overlap,
     read_arguments,
 )
-from .values.batch import BatchShapes
 from .values.errors import Failure, StepFailed
 
 if TYPE_CHECKING:

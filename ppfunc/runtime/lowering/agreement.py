@@ -26,8 +26,7 @@ from ppfunc.stage.signature import Signature, leaf_names
 from ppfunc.stage.tree import tree_structure
 
 from ..ports.protocols import LossPart
-from ..values.arguments import StepArguments, StepForm
-from ..values.batch import BatchShapes, digest, read_shapes, write_shapes
+from ..values.arguments import BatchShapes, StepArguments, StepForm, digest, read_shapes, write_shapes
 from ..values.buffers import ParameterUpdate
 from ..values.errors import AgreementError
 from .comparison import (

@@ -22,8 +22,7 @@ from ppfunc.stage import LeafSignature, Outline
 from ppfunc.stage.layout import gather_texts
 from ppfunc.stage.program import SeenCall
 
-from ..values.arguments import LaidOut, StepArguments, StepForm
-from ..values.batch import digest
+from ..values.arguments import LaidOut, StepArguments, StepForm, digest
 from ..values.errors import AgreementError
 
 _GOLDEN, _MIX, _LOW = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 2**32 - 1

@@ -17,8 +17,7 @@ from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from ..ports.protocols import LossPart
-from ..values.arguments import StepArguments
-from ..values.batch import Microbatches, joined
+from ..values.arguments import Microbatches, StepArguments, joined
 from ..values.buffers import Buffers, Tag
 from .lower import BATCH, LoweredStep
 

@@ -25,7 +25,7 @@ from ppfunc.stage.process import process_lock
 from ppfunc.stage.program import Example, FlatProgram, Numbers, SizeRange, stage_program
 from ppfunc.stage.tree import tree_leaves
 
-from ..values.batch import digest
+from ..values.arguments import digest
 
 CACHE_SIZE = 32
 """Most forms of arguments for which a step function keeps what is compiled, and a stage its programs.

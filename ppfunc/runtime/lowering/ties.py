@@ -21,7 +21,7 @@ from ppfunc.stage.tree import tree_leaves
 
 from ..ports.protocols import Transport
 from ..values.arguments import extent, overlap
-from ..values.batch import Leaves
+from ..values.buffers import Leaves
 from ..values.errors import AgreementError
 from .comparison import checksum, differences
 

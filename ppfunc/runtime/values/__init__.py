@@ -2,9 +2,9 @@
 
 ::
 
-    batch.py         Microbatches     the batch as the caller made it; refuses what cannot be cut
-    arguments.py     read_arguments   arguments of the caller -> leaves, without history
+    arguments.py     Microbatches     the batch as the caller made it; refuses a batch that cannot be cut
+                     read_arguments   arguments of the caller -> leaves, without history
                      StepForm         all that a program depends on beside the values
-    buffers.py       Buffers          what the calls of one step read and write
+    buffers.py       Buffers          memory that the calls of one step read and write
     errors.py        PipelineError    errors of a step, and the form in which ranks send them
 """

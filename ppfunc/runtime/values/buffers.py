@@ -10,8 +10,7 @@ from ppfunc.schedule import Instruction
 from ppfunc.stage import LeafSignature
 from ppfunc.stage.device import upload
 
-from .batch import Leaves as Leaves
-
+Leaves = tuple[torch.Tensor, ...]
 Key = tuple[int, int]  # (stage of the schedule, microbatch)
 
 
