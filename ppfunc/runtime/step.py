@@ -29,7 +29,6 @@ from ppfunc.stage.errors import warn
 from ppfunc.stage.tree import tree_leaves
 
 from .lowering.agreement import LOWERED, Agreed, Agreement, Exchange
-from .lowering.comparison import laid_out
 from .lowering.lower import LoweredStep, Pipeline, lower
 from .lowering.results import StepResult, collect, losses_of
 from .lowering.stage_programs import CACHE_SIZE, StagePrograms
@@ -177,7 +176,7 @@ class StepFunction(Generic[P, R]):
 
         def runner(compiled: CompiledStep) -> Callable[P, R]:
             guards.require()
-            entry = Entry(lowered.form, agreed, guards, compiled, laid_out(lowered.form))
+            entry = Entry(lowered.form, agreed, guards, compiled, lowered.form.laid_out())
             find = partial(self._compiled.reuse, entry)
             return lambda *args, **kwargs: self._run(args, kwargs, find=find)[0]
 
@@ -567,7 +566,7 @@ class CompiledSteps:
                 return built
             last = self.last
             entry = Entry(
-                form, agreed, Guards.now(lowered, self._pipeline.programs), compiled, laid_out(lowered.form)
+                form, agreed, Guards.now(lowered, self._pipeline.programs), compiled, lowered.form.laid_out()
             )
             self._misses += 1
             self._entries = [*self._entries[1 - CACHE_SIZE :], entry]

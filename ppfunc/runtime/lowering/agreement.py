@@ -31,7 +31,6 @@ from ..values.buffers import ParameterUpdate
 from ..values.errors import AgreementError
 from .comparison import (
     NEW_FORMS,
-    laid_out,
     require_as_agreed,
     require_same_batch,
     require_same_layouts,
@@ -228,7 +227,7 @@ class Exchange:
                 require_same_layouts(form)
         if transport.compares_layouts and self.agreed is None:
             # On all ranks, which meet here; later, when they are ready.
-            transport.require_same(str(laid_out(form)), transport.axes.model_axes)
+            transport.require_same(str(form.laid_out()), transport.axes.model_axes)
 
     def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None:
         self._returned[edge] = tuple(signatures)

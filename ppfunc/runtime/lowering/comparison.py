@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc.stage import LeafSignature, Outline
+from ppfunc.stage import Outline
 from ppfunc.stage.layout import gather_texts
 from ppfunc.stage.program import SeenCall
 
-from ..values.arguments import LaidOut, StepArguments, StepForm, digest
+from ..values.arguments import StepArguments, StepForm, digest
 from ..values.errors import AgreementError
 
 _GOLDEN, _MIX, _LOW = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 2**32 - 1
@@ -138,13 +138,6 @@ def _differences(one: str, other: str) -> tuple[str, str]:
     return "; ".join(a for a, _ in pairs), "; ".join(b for _, b in pairs)
 
 
-def laid_out(form: StepForm) -> LaidOut:
-    """Describe how the arguments of this form lie over meshes."""
-    named = _leaves(form) if form.distributed else ()
-    leaves = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in named if leaf.layout is not None}
-    return LaidOut(leaves, sha256(repr(leaves).encode()).hexdigest()[:16] if leaves else "")
-
-
 def require_alike(by_rank: Mapping[int, Mapping[str, str]], axis: str) -> None:
     """Require that all ranks lay out every leaf in one way.
 
@@ -171,7 +164,7 @@ def note_data_axis(mesh: DeviceMesh, axis: str) -> None:
 
 def require_whole_parameters(form: StepForm) -> None:
     """Raise ValueError for parameters of which this data rank holds a part, which no stage gathers."""
-    for name, leaf in _leaves(form):
+    for name, leaf in form.leaves():
         layout, mesh = leaf.layout, leaf.layout.mesh if leaf.layout is not None else None
         axis = None if mesh is None else _data_axes.get(mesh)
         if layout is None or axis is None or not name.startswith("params["):
@@ -189,8 +182,8 @@ def require_same_layouts(form: StepForm) -> None:
 
     It serves transports that have no link along these axes. Every rank of the mesh calls it.
     """
-    mine = json.dumps(laid_out(form).leaves)
-    for mesh in {leaf.layout.mesh: None for _, leaf in _leaves(form) if leaf.layout is not None}:
+    mine = json.dumps(form.laid_out().leaves)
+    for mesh in {leaf.layout.mesh: None for _, leaf in form.leaves() if leaf.layout is not None}:
         for axis in range(mesh.ndim if mesh is not None else 0):
             assert mesh is not None
             group = mesh.get_group(axis)
@@ -200,13 +193,6 @@ def require_same_layouts(form: StepForm) -> None:
                 require_alike(
                     dict(enumerate(leaves)), f"the axis {names[axis]!r}" if names else f"axis {axis}"
                 )
-
-
-def _leaves(form: StepForm) -> Iterator[tuple[str, LeafSignature]]:
-    """List the leaves of all arguments, with their names; of whole batches those of a microbatch."""
-    for name, tree in form.trees.items():
-        paths = (name + path for path in tree.signature.paths)
-        yield from zip(paths, tree.signature.leaves, strict=True)
 
 
 # -- batches

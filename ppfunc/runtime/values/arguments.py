@@ -433,6 +433,27 @@ class TreeForm:
         return self.signature, self.types, self.strides, self.devices, self.whole
 
 
+class LaidOut(NamedTuple):
+    """Describe how the DTensors among the arguments of a step lie over meshes.
+
+    Args:
+        leaves: dtype and layout, by the name of the leaf.
+        digest: digest of all leaves, equal where they are; empty without DTensors.
+    """
+
+    leaves: Mapping[str, str]
+    digest: str
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name}: {leaf}" for name, leaf in self.leaves.items()) or "no DTensors"
+
+
+P = ParamSpec("P")
+
+LossWeights = Sequence[float] | torch.Tensor | None
+Seed = tuple[int, int] | None
+
+
 class StepForm(NamedTuple):
     """Describe all arguments of one call, by stage of the model: a program is lowered for one such form.
 
@@ -464,6 +485,17 @@ class StepForm(NamedTuple):
     def distributed(self) -> bool:
         """Tell whether there are DTensors among the arguments."""
         return any(tree.form.layouts for tree in self.trees.values())
+
+    def leaves(self) -> Iterator[tuple[str, LeafSignature]]:
+        """List the leaves of all arguments with their names; of whole batches the leaves of a microbatch."""
+        for name, tree in self.trees.items():
+            yield from zip((name + path for path in tree.signature.paths), tree.signature.leaves, strict=True)
+
+    def laid_out(self) -> LaidOut:
+        """Describe how the arguments lie over meshes."""
+        named = self.leaves() if self.distributed else ()
+        leaves = {name: f"{leaf.dtype} {leaf.layout}" for name, leaf in named if leaf.layout is not None}
+        return LaidOut(leaves, digest(repr(leaves)) if leaves else "")
 
 
 def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm]:
@@ -596,27 +628,6 @@ def extent(tensor: torch.Tensor) -> int:
 def overlap(addresses: Sequence[int], extents: Sequence[int]) -> bool:
     """Tell whether the memory of tensors may overlap: else each ends before the next begins."""
     return any(map(gt, sorted(map(add, addresses, extents)), sorted(addresses)[1:]))
-
-
-class LaidOut(NamedTuple):
-    """Describe how the DTensors among the arguments of a step lie over meshes.
-
-    Args:
-        leaves: dtype and layout, by the name of the leaf.
-        digest: digest of all leaves, equal where they are; empty without DTensors.
-    """
-
-    leaves: Mapping[str, str]
-    digest: str
-
-    def __str__(self) -> str:
-        return "; ".join(f"{name}: {leaf}" for name, leaf in self.leaves.items()) or "no DTensors"
-
-
-P = ParamSpec("P")
-
-LossWeights = Sequence[float] | torch.Tensor | None
-Seed = tuple[int, int] | None
 
 
 # -- the arguments of a call
