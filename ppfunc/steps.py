@@ -528,7 +528,7 @@ def _require(stages: Sequence[Any], schedule: Schedule, engine: Any, spec: StepS
         if not callable(one) or one is torch.compile:
             raise TypeError(
                 f"{name}: got {shown(one)}, expected ppfunc.engines.graph, functional or eager; write"
-                " ppfunc.engines.graph(compile=True) to compile by inductor"
+                " engine=ppfunc.engines.graph(compile=True) to compile by inductor"
             )
         if getattr(one, "dynamic", False) and not all(getattr(fn, "sizes_vary", True) for fn in stages):
             raise ValueError(
