@@ -4,14 +4,11 @@ They are measured in this process, or counted over given speeds.
 """
 
 import os
-import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cache, partial
-from math import inf, sqrt
-from operator import add, mul
-from statistics import median
+from math import inf
+from operator import add
 from typing import Any
 from uuid import uuid4
 
@@ -22,7 +19,6 @@ from torch.nn import Module
 
 from ppfunc._checks import shown
 from ppfunc.runtime.lowering.stage_programs import StageCall
-from ppfunc.runtime.running.record import host_clock
 from ppfunc.schedule import (
     Costs,
     Op,
@@ -133,9 +129,7 @@ def rows_of(tree: Any, rows: int) -> Any:
 
 
 MICROBATCHES = 3  # of a step that is timed: most of them add to sums of gradients, as in a step of many
-_LEAST, _MOST = 5, 20  # rounds of steps that are measured
-_ERROR = 0.01  # of what they take, at which they end
-_OF_MEDIAN = 1.86  # its standard deviation over the median of absolute deviations and 1 / sqrt(n), if normal
+_STEPS = 7  # that are measured
 _TIMED = ("forward", "backward_input", "backward_weight", "step")
 _PROGRAMS = ("forward", "backward", "backward_input", "backward_weight")
 _BUSY = COMPUTE | SENDS | {Op.UNSHARD, *TAIL}
@@ -145,73 +139,11 @@ Ring = tuple[int, float, float]
 """Tensor ranks, seconds of a hop from one to the next, and bytes per second."""
 
 
-class Pace:
-    """Repeats the step that was timed first beside all others: this machine may be slower for a while."""
-
-    def __init__(self) -> None:
-        self._first: Callable[[], Any] | None = None
-        self._clock: Callable[[], float] | None = None
-        self._seconds = 0.0
-
-    def timed(self, *steps: Callable[[], Any]) -> list[dict[str, tuple[float, ...]]]:
-        """Run all steps in turn, round by round; return the seconds of each by kind and stage.
-
-        They are medians of the rounds, each at the pace of the first step of all. A noisy machine takes more
-        rounds.
-        """
-        self._first = self._first or steps[0]
-        for step in steps:  # which compiles
-            step()
-        self._clock = self._clock or _clock_of(self._first)
-        before = host_clock.set(self._clock)
-        try:
-            runs, paces, works = list[list[dict[str, Any]]](), list[float](), list[float]()
-            while len(runs) < _LEAST or (len(runs) < _MOST and _deviation(works, paces) > _ERROR):
-                first, *costs, last = (vars(s()[1].costs()) for s in (self._first, *steps, self._first))
-                runs.append(costs)
-                paces.append(_work(first, last))
-                works.append(_work(*costs))
-        finally:
-            host_clock.reset(before)
-        self._seconds = self._seconds or median(paces)
-        scales = [self._seconds / pace for pace in paces]
-
-        def middle(of_rounds: Iterable[float]) -> float:
-            return median(map(mul, of_rounds, scales))
-
-        return [
-            {kind: tuple(map(middle, zip(*(each[kind] for each in run), strict=True))) for kind in _TIMED}
-            for run in zip(*runs, strict=True)
-        ]
-
-
-def _clock_of(step: Callable[[], Any]) -> Callable[[], float]:
-    """Return the clock of this thread, which leaves out what other processes take of its core.
-
-    Where the step waits in every run, as for another thread that computes, it is that of the wall.
-    """
-    if sys.platform != "linux" or torch.get_num_threads() > 1:
-        return time.perf_counter
-    import resource
-
-    waits = list[int]()
-    for _ in range(_LEAST):
-        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-        step()
-        waits.append(resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before)
-    return time.perf_counter if min(waits) >= MICROBATCHES else time.thread_time
-
-
-def _work(*costs: dict[str, Any]) -> float:
-    """Add up the seconds of the programs of all stages."""
-    return sum(sum(map(sum, (each[kind] for kind in _TIMED[:3]))) for each in costs)
-
-
-def _deviation(works: Iterable[float], paces: Iterable[float]) -> float:
-    """Estimate the standard deviation of the median of these ratios, as a share of it."""
-    ratios = [work / pace for work, pace in zip(works, paces, strict=True)]
-    middle = median(ratios)
-    return _OF_MEDIAN * median(abs(ratio - middle) for ratio in ratios) / middle / sqrt(len(ratios))
+def _timed(step: Callable[[], Any]) -> dict[str, tuple[float, ...]]:
+    """Return the least seconds of several steps by kind and stage: other processes only add to them."""
+    step()  # which compiles
+    runs = [vars(step()[1].costs()) for _ in range(_STEPS)]
+    return {kind: tuple(map(min, zip(*(run[kind] for run in runs), strict=True))) for kind in _TIMED}
 
 
 def times_of(
@@ -220,7 +152,6 @@ def times_of(
     batch: tuple[Any, Any],
     speeds: Speeds,
     ring: Ring = (1, 0, inf),
-    pace: Pace | None = None,
 ) -> Costs:
     """Return the costs of every stage: of whole backwards, of I and W apart, of updates; bytes as lowered.
 
@@ -231,7 +162,6 @@ def times_of(
             reads the gradients, and reads and writes parameters and optimizer. None to run every stage on one
             rank.
         ring: over which the collectives of stages are counted in either case.
-        pace: of the machine, at which all calls are timed.
     """
     count = len(parts.stages)
     schedule = looped_bfs(1, MICROBATCHES, count) if speeds is None else gpipe(count, MICROBATCHES)
@@ -239,8 +169,7 @@ def times_of(
     lowered, apart = (each.lower(parts.params, *batch, state=parts.state) for each in both)
     if speeds is None:
         state = both[0].init(tree_map(torch.clone, parts.params), tree_map(torch.clone, parts.state))
-        steps = [partial(t.record, state, *batch, seed=(0, 0)) for t in both]
-        whole, halves = (pace or Pace()).timed(*steps)
+        whole, halves = (_timed(partial(t.record, state, *batch, seed=(0, 0))) for t in both)
         times = lowered.costs(
             Costs(
                 whole["forward"],

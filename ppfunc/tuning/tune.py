@@ -27,8 +27,8 @@ from ppfunc.stage.tree import tree_leaves
 from ppfunc.training import Trainer
 from ppfunc.training.optim import Optimizer
 
-from .candidates import Candidates
 from .rows import Row, Tuning, choices_of, grids_of
+from .search import Configurations
 from .stages import Cuts, Lay, Speeds, concurrency_of, parameters_of
 
 _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
@@ -54,7 +54,6 @@ def tune(
     shard: Sequence[ShardWhat] = get_args(ShardWhat),
     latency: float = 0.0,
     bandwidth: float = inf,
-    hop: float | None = None,
     host: float | None = None,
     speeds: Speeds = None,
     cores: float | None = None,
@@ -93,9 +92,6 @@ def tune(
         shard: of :class:`ppfunc.P2P`, for several pipelines.
         latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline, data ranks
             and tensor ranks, whose collectives go around a ring; by default messages take no time.
-        hop: seconds of a message of the collectives within stages, of which a sum over t tensor ranks takes
-            2 (t - 1). By default ``latency``, which is too little where these collectives go through sockets,
-            as gloo's do: measure a sum of an activation beside compute, and divide.
         host: bytes per second between a device and its host, in each direction; None if nothing is to move.
         speeds: floating point operations and bytes per second of a device, over which those of every
             operator are counted; nothing runs then.
@@ -124,7 +120,7 @@ def tune(
         raise ValueError(f"args: got {shown(args)}, expected at least one tensor with rows, then loss_fn")
     batch = lengths[0] if batch is None else batch
     require_counts(ranks=ranks, batch=batch, top=top)
-    _require_numbers(model, memory, effort, latency, hop, speeds, bandwidth=bandwidth, host=host, cores=cores)
+    _require_numbers(model, memory, effort, latency, speeds, bandwidth=bandwidth, host=host, cores=cores)
     require_type("tensor", tensor, Callable | None, "a function of a mesh that lays the model over it")
     every = grids_of(ranks, grids, tensor)
     if "none" not in shard and all(data == 1 for _, data, _ in every):
@@ -135,14 +131,15 @@ def tune(
         return Trainer(parts, loss_fn, schedule, optimizer, to, engine=engine, **options)
 
     cuts = Cuts(model, args, {choice.microbatch for choice in choices}, tensor)
-    link = latency, bandwidth, host, latency if hop is None else hop
+    link = latency, bandwidth, host
     at_once = concurrency_of(model, cores, speeds)
-    search = Candidates(
+    search = Configurations(
         cuts, trainer, (args, targets), choices, builders, batch, memory, link, speeds, at_once, effort
     )
     complete = search.run(top, progress)
     rows = sorted(search.rows, key=lambda r: (not r.fits, r.seconds if r.fits else max(r.peaks), r.seconds))
-    return Tuning(tuple(rows), memory, complete, len(search.heap), search.refused)
+    refused = {what: str(error) for what, error in search.refused.items()}
+    return Tuning(tuple(rows), memory, complete, len(search.heap), refused)
 
 
 def _require_options(model: Any, loss_fn: Any, optimizer: Any, options: dict[str, Any]) -> None:
@@ -174,14 +171,13 @@ def _require_lists(grids: Any, schedules: Any, shard: Any, microbatch: Any, rema
 
 
 def _require_numbers(
-    model: torch.nn.Module | Split, memory: float, effort: float, latency: float, hop: float | None,
+    model: torch.nn.Module | Split, memory: float, effort: float, latency: float,
     speeds: Speeds, **more: Any,
 ) -> None:  # fmt: skip
     """Refuse numbers that cannot be used; ``more`` are positive or None."""
     require_number("memory", 0 if memory == inf else memory, mend=", of bytes, such as 80e9")
     require_number("effort", effort)
     require_number("latency", latency)
-    require_number("hop", 0 if hop is None else hop)
     if speeds is not None:
         require_type("speeds", speeds, Sequence, expected := "two numbers: operations and bytes per second")
         if len(speeds) != 2:

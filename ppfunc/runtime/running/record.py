@@ -3,8 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
 from math import inf
 from pathlib import Path
@@ -25,9 +24,6 @@ _ROUNDS = 4  # of a handshake, each of which narrows down the offset
 
 Interval = tuple[float, float]  # start and end, in seconds
 
-host_clock = ContextVar[Callable[[], float]]("host_clock", default=time.perf_counter)
-"""The clock of calls on the host. That of this thread leaves out what others take of its core."""
-
 
 class Recorder:
     """Notes the time after every call of a step: of the host, or of the stream of the accelerator where the
@@ -35,7 +31,7 @@ class Recorder:
     """
 
     def __init__(self) -> None:
-        self._start, self._clock = 0.0, host_clock.get()
+        self._start = 0.0
         self._begun: dict[torch.device, torch.Event] = {}
         self._marks: list[tuple[torch.device, float | torch.Event]] = []
 
@@ -53,12 +49,12 @@ class Recorder:
     def _begin(self, devices: Iterable[torch.device], buffers: Buffers) -> None:
         for device in devices:
             synchronize(device)
-        self._marks, self._start = [], self._clock()
+        self._marks, self._start = [], time.perf_counter()
         self._begun = {device: record_event(device, timing=True) for device in devices if accelerates(device)}
 
     def _run(self, call: Call, device: torch.device, buffers: Buffers) -> None:
         call(buffers)
-        mark = record_event(device, timing=True) if accelerates(device) else self._clock()
+        mark = record_event(device, timing=True) if accelerates(device) else time.perf_counter()
         self._marks.append((device, mark))
 
     def intervals(self) -> list[Interval]:
