@@ -27,7 +27,7 @@ from .rows import Choice, Row, axis_sizes, binding
 from .stages import MICROBATCHES, Cuts, Speeds, remembering, rows_of, seconds_of, times_of
 
 
-class Candidate(NamedTuple):
+class Simulated(NamedTuple):
     """Hold a schedule that was simulated, in the order in which candidates become rows.
 
     Args:
@@ -69,7 +69,7 @@ class Configurations:
         self._trainer, self._inputs, self._choices, self._builders = trainer, rows, choices, builders
         self._batch, self._memory, self._effort = batch, memory, effort
         self._link, self._speeds, self._concurrency = link, speeds, concurrency
-        self.heap, self.rows, self.refused = list[Candidate](), list[Row](), dict[str, Exception]()
+        self.heap, self.rows, self.refused = list[Simulated](), list[Row](), dict[str, Exception]()
         self._seen = set[Any]()
         self._cuts, self._split, self._costs = cuts, cache(cuts.split), cache(self._measure)
         self._engine = cache(lambda remat: remembering(graph(remat=remat)))
@@ -174,9 +174,9 @@ class Configurations:
         seconds = seconds_of(timeline, costs, self._concurrency / choice.data / choice.tensor)
         late = least > self._memory
         order = late, least if late else seconds, len(self._seen)
-        heappush(self.heap, Candidate(*order, choice, schedule, costs, timeline, seconds))
+        heappush(self.heap, Simulated(*order, choice, schedule, costs, timeline, seconds))
 
-    def _work_out(self, found: Candidate) -> None:
+    def _work_out(self, found: Simulated) -> None:
         """Find the peak of every rank; then plan for the same placement, if that can be faster."""
         *_, choice, schedule, costs, timeline, seconds = found
         parts = self._split(len(set(schedule.model_stages)), choice.tensor)
@@ -200,7 +200,7 @@ class Configurations:
             self._seen.add((choice, schedule.placement))
             self._plan(found, peaks)
 
-    def _plan(self, like: Candidate, peaks: tuple[int, ...]) -> None:
+    def _plan(self, like: Simulated, peaks: tuple[int, ...]) -> None:
         """Plan for the memory that ranks have left beside what they hold in a schedule of this placement."""
         schedule, kept = like.schedule, like.timeline.peak_activations
         left = [self._memory - p + a for p, a in zip(peaks, kept, strict=True)]
