@@ -38,15 +38,15 @@ def measure(
     ``simulate(schedule, costs)`` is then in seconds, its memory in bytes; so are ``plan`` and its cap.
 
     Args:
-        stages: one function per stage of the model, or a split model.
+        stages: functions, one per stage of the model, or a split model.
         params: ``{stage: tree}``, those of all stages.
         example: the inputs of one microbatch.
         loss_fn: ``loss(y, target) -> scalar``, measured with the last stage; by default the sum of its
             output.
-        targets: of one microbatch.
+        targets: targets of one microbatch.
         engine: makes the programs that are measured.
         extras, state: ``{stage: tree}``, of one microbatch, for stages that take some.
-        tied: as in :func:`ppfunc.value_and_grad`.
+        tied: see :func:`ppfunc.value_and_grad`.
         repeats: runs of each program.
         memory: count the bytes that forwards keep; if False, the costs have the default numbers for them.
 

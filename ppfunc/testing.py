@@ -48,7 +48,7 @@ def schedules(
         max_ranks: largest number of ranks.
         max_microbatches: largest number of microbatches.
         max_chunks: largest number of stages per rank, where that is a choice.
-        lowered: with communication placed, without, or either one (None).
+        lowered: whether communication is placed; None draws both kinds.
 
     Raises:
         ValueError: an unknown name, or bounds within which none of the builders has a schedule.
