@@ -49,47 +49,6 @@ def in_parts(monkeypatch, run):
     return [tree_leaves(one) for one in made]
 
 
-CASES = {
-    "1f1b": (pp.one_f_one_b(2, M), {}),
-    "I and W apart": (pp.zb_h1(2, M), {}),
-    "replicas": (pp.dualpipe(2, M), {}),
-    "interleaved in one program": (pp.dualpipev(2, M), {"overlapped": pp.interleaved()}),
-    "wider sums": (pp.one_f_one_b(2, M), {"sum_dtype": torch.float64}),
-    "microbatches beside each other": (pp.zb_h1(2, M), {"per_microbatch": True}),
-    "tied": (pp.one_f_one_b(2, M), {"tied": {"first": [(0, "w.0"), (1, "w.1")]}}),
-    "computed again": (pp.one_f_one_b(2, M), {"engine": pp.engines.graph(remat="full")}),
-    "functional": (pp.one_f_one_b(2, M), {"engine": pp.engines.functional}),
-}
-
-
-@pytest.mark.parametrize("schedule, options", CASES.values(), ids=CASES)
-def test_the_sums_have_the_same_bits(schedule, options, monkeypatch):
-    params, inputs, targets = problem(schedule)
-    if "tied" in options:
-        params[1]["w"][1] = params[0]["w"][0].clone()
-    if "sum_dtype" in options:
-        params, inputs, targets = (
-            {s: pp.stage.tree.tree_map(narrow, t) for s, t in params.items()},
-            narrow(inputs),
-            narrow(targets),
-        )
-
-    def run():
-        step = pp.value_and_grad([stage() for _ in params], squared, schedule, **options)
-        return [step(params, inputs, targets) for _ in range(2)]
-
-    whole, *others = in_parts(monkeypatch, run)
-    for parts in others:
-        assert all(
-            one.dtype == other.dtype and torch.equal(one, other)
-            for one, other in zip(whole, parts, strict=True)
-        )
-
-
-def narrow(t):
-    return t.to(torch.bfloat16) if t.is_floating_point() else t
-
-
 @pytest.mark.filterwarnings("ignore:.*nothing depends on")
 def test_microbatches_whose_gradients_come_in_other_parts(monkeypatch):
     """A row more, and another path: leaves are used in another order, or not at all."""
@@ -167,6 +126,7 @@ ENGINES = {
     "graph": {},
     "full": {"engine": pp.engines.graph(remat="full")},
     "wider sums": {"sum_dtype": torch.float64},
+    "microbatches beside each other": {"per_microbatch": True},
     "functional": {"engine": pp.engines.functional},
     "eager": {"engine": pp.engines.eager},
     "tied": {"tied": {"w": [(0, "w"), (1, "d")], "c": [(0, "c"), (0, "g"), (1, "c")]}},
