@@ -1,6 +1,18 @@
-"""Run steps: read the arguments, lower, compile and execute behind a cache, with all ranks in agreement.
+"""Run steps: the loop of a step function, from the arguments of a call to its result.
 
-The rooms that lower, compile and execute are imported when a step function is made.
+::
+
+    StepFunction._run        a call, which fails on every rank or on none
+      read_arguments           trees -> leaves and their form
+      CompiledSteps.find       the compiled step for this form, agreed with all ranks; where it is new:
+        lower                    stages, schedule, form -> LoweredStep
+        compile_step             LoweredStep -> CompiledStep, one flat list of calls
+      run_step                 the compiled step, run to its end on all ranks
+        fill, execute            arguments -> Buffers; every call in turn
+        collect                  buffers -> StepResult
+        Transport.end            the sum of the losses, once every rank is at its end
+
+With this module comes everything that traces and runs: it is imported when a step function is made.
 """
 
 from __future__ import annotations
