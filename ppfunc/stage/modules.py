@@ -69,11 +69,12 @@ class ModuleStage(NamedTuple):
 
 
 @naming_arguments
-def stage_from_module(module: nn.Module, *, constants: bool = False, spread: bool = True) -> ModuleStage:
+def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleStage:
     """Make the pure function that ``module`` computes, in the mode that it is in when a step begins.
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
-    anything else the one argument. Extras become further arguments in the same way. A parameter
+    anything else the one argument: ``(x,)`` gives a tuple or a dictionary as one. Extras become further
+    arguments in the same way. A parameter
     with two names is listed once, under the first, and gets one gradient. One that requires no
     gradient when a step function or trainer is made is frozen: it gets zeros. Buffers that the module writes
     into are a state: they go into a step as ``state={stage: state}``, and come back, with ``has_aux=True``,
@@ -88,7 +89,6 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
             and sets held as attributes, are rolled back.
         constants: take the buffers (masks, tables of positions, the statistics of a batch norm in evaluation)
             as constants. There is no state then, and a module that writes into a buffer raises.
-        spread: take tuples and dictionaries apart into arguments; if False, each is one argument.
 
     Raises:
         TypeError: not a module, or a scripted one.
@@ -111,7 +111,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False, spread: boo
         if constants
         else {name: b.detach() for name, b in module.named_buffers() if id(b) not in parameters}
     )
-    call = _caller(module, params | state, spread)
+    call = _caller(module, params | state)
 
     def plain(params: State, *arguments: Any) -> Any:
         return call(dict(params), arguments)
@@ -165,7 +165,7 @@ def require_usable(module: Any) -> None:
             )
 
 
-def _caller(module: nn.Module, own: State, spread: bool) -> _Call:
+def _caller(module: nn.Module, own: State) -> _Call:
     """Return a call of the module with other tensors than its own, in which it leaves replaced buffers.
 
     A stage gets this rank's part of a DTensor; the module gets a DTensor again.
@@ -177,10 +177,10 @@ def _caller(module: nn.Module, own: State, spread: bool) -> _Call:
         args: tuple[Any, ...] = ()
         kwargs: dict[str, Any] = {}
         for x in arguments:
-            if spread and isinstance(x, dict):
+            if isinstance(x, dict):
                 kwargs |= x
             else:
-                args += x if spread and type(x) is tuple else (x,)
+                args += x if type(x) is tuple else (x,)
         for name, layout in layouts.items():
             if not is_dtensor(tensors[name]):
                 tensors[name] = as_dtensor(tensors[name], layout)
@@ -378,7 +378,6 @@ def parallelize(
     inputs: Any = None,
     outputs: Any = None,
     constants: bool = False,
-    spread: bool = True,
 ) -> ModuleStage:
     """Make a stage of a module that torch has parallelised over one axis of a mesh.
 
@@ -400,7 +399,7 @@ def parallelize(
         inputs, outputs: how the activations that the stage takes and returns are cut, as in
             :func:`ppfunc.with_layouts`; whole on every rank by default. Sequence parallel stages have
             ``Shard(1)``.
-        constants, spread: as in :func:`ppfunc.stage_from_module`.
+        constants: as in :func:`ppfunc.stage_from_module`.
 
     Returns:
         ``(fn, params, state)``, as :func:`ppfunc.stage_from_module`; all parameters are DTensors, those that
@@ -426,7 +425,7 @@ def parallelize(
     shared = further_places(module, {name for name, _ in module.named_parameters()})
     parallelize_module(module, mesh, plan if isinstance(plan, ParallelStyle) else dict(plan))
     _tie_again(module, shared)
-    fn, plain, state = stage_from_module(module, constants=constants, spread=spread)
+    fn, plain, state = stage_from_module(module, constants=constants)
     params = {
         name: distributed(p, None if layout_of(p) else MeshLayout.of(mesh, [Replicate()], p.shape))
         for name, p in plain.items()

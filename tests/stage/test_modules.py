@@ -393,11 +393,10 @@ def test_a_tuple_or_a_mapping_can_be_one_argument():
             return pair[0] + more["b"]
 
     a, b = torch.ones(2), torch.full((2,), 3.0)
-    fn, _, _ = stage_from_module(Pair(), spread=False)
-    assert torch.equal(fn({}, (a, a), {"b": b}), a + b)
-    spread, _, _ = stage_from_module(Pair())
+    fn, _, _ = stage_from_module(Pair())
+    assert torch.equal(fn({}, ((a, a),), ({"b": b},)), a + b)
     with pytest.raises(TypeError):
-        spread({}, (a, a), {"b": b})
+        fn({}, (a, a), {"b": b})
 
 
 def test_hooks_and_layers_that_change_after_the_first_step_are_followed():

@@ -251,7 +251,7 @@ _IN_FLIGHT = 4  # microbatches that a stage keeps at once, supposed where blocks
 _ON_CPU, _ELSEWHERE, _COMMUNICATED = 50.0, 500.0, 1000.0
 
 
-def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -> ProgramBlocks:
+def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
     """Cut the trace so that the backward computes again what ``remat`` says.
 
     Results of random operators are always kept. No operator runs more than twice; with ``"full"``, where W
@@ -261,7 +261,6 @@ def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -
         joint: the trace.
         remat: see :func:`~ppfunc.stage.graph`.
         name: of the stage, for errors.
-        params: names of the parameters.
 
     Raises:
         StageError: a pattern names nothing.
@@ -270,7 +269,7 @@ def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -
         Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     if isinstance(remat, Mapping):
-        return _by_place(joint, remat, name, params)
+        return _by_place(joint, remat, name)
     if remat == "cheap":
         return _cheap(joint, set(), repeatable(joint))
     again = set[Node]()
@@ -306,12 +305,11 @@ def _asked(joint: Joint, calls: Iterable[Node], predicate: Predicate) -> set[Nod
     return {n for n in calls if _source(root(n)) in chosen} & repeatable(joint)
 
 
-def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterable[str]) -> ProgramBlocks:
+def _by_place(joint: Joint, remat: Mapping[str, Any], name: str) -> ProgramBlocks:
     """Compute again what is chosen for each module; elsewhere what is cheap."""
     early = early_nodes(joint)
     again, full, cheap = set[Node](), set[Node](), repeatable(joint)
-    names = dict(zip(joint.params, params, strict=True))
-    for pattern, calls in _stretches(sorted(filter(is_call, early)), remat, names, name):
+    for pattern, calls in _stretches(sorted(filter(is_call, early)), remat, name):
         choice = remat[pattern]
         if choice != "cheap":
             cheap -= calls
@@ -325,17 +323,13 @@ def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Iterabl
 
 
 def _stretches(
-    calls: Sequence[Node], patterns: Collection[str], params: Mapping[Node, str], stage: str
+    calls: Sequence[Node], patterns: Collection[str], stage: str
 ) -> Iterator[tuple[str, set[Node]]]:
     """Group the calls of a forward by the modules that patterns name; a module has those of its submodules.
-
-    A stage that calls no module is grouped by its parameters. Patterns match the name of a parameter, or the
-    part of it before a dot. A call belongs to the parameter that it reads, or else to the one read last.
 
     Args:
         calls: in order.
         patterns: the first that matches counts.
-        params: names of the parameters.
         stage: its name, for errors.
 
     Yields:
@@ -347,40 +341,23 @@ def _stretches(
     places = [operator_of(n).meta.get("module") for n in calls]
     known = {name for place in places if place is not None for name in place.names.values() if name}
     paths = ["" if place is None else place.name for place in places]
-    if not (of_modules := bool(known)):
-        known, paths = {p for name in params.values() for p in _prefixes(name)}, [*_last_read(calls, params)]
     for one in (one for pattern in patterns for one in pattern.split("|")):
         if not any(first_match(name, [one]) for name in known):
-            names = limited(", ".join(sorted(known)), 300)
+            names = limited(", ".join(sorted(known)), 300) or "it calls none"
             raise StageError(
                 stage,
-                f"remat: got {one!r}, expected names of {'modules' if of_modules else 'parameters'}: {names}",
-                "correct the pattern, or give the stages that have such names an engine of their own",
+                f"remat: got {one!r}, expected names of modules: {names}",
+                "correct the pattern, or give the stages that have such names an engine of their own; of a"
+                " function without modules, a predicate chooses",
             )
 
     def named(path: str) -> tuple[str, str]:
-        inside = [name for name in _prefixes(path) if name in known]
+        inside = [prefix for prefix in accumulate(path.split("."), "{}.{}".format) if prefix in known]
         return next(((p, name) for p in patterns for name in inside if first_match(name, [p])), ("", ""))
 
     for (pattern, _), group in groupby(zip(map(named, paths), calls, strict=True), key=lambda pair: pair[0]):
         if pattern:
             yield pattern, {call for _, call in group}
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    """Yield the names on the way to a place.
-
-    >>> list(_prefixes("h.0.mlp"))
-    ['h', 'h.0', 'h.0.mlp']
-    """
-    return accumulate(path.split("."), "{}.{}".format)
-
-
-def _last_read(calls: Iterable[Node], params: Mapping[Node, str]) -> Iterator[str]:
-    name = ""
-    for call in calls:
-        name = next((params[a] for a in call.all_input_nodes if a in params), name)
-        yield name
 
 
 def repeatable(joint: Joint) -> set[Node]:
