@@ -181,7 +181,7 @@ def guards(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def shape_env() -> Any:
-    """Make what holds sizes that are symbols, and notes what is decided by them."""
+    """Make the environment of sizes that are symbols; it notes every decision by such a size."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return ShapeEnv(duck_shape=False)
@@ -207,7 +207,11 @@ expression = attrgetter("node.expr")
 
 
 def version(tensor: torch.Tensor) -> int | None:
-    """Count the writes into a tensor; None for inference tensors, whose writes are not counted."""
+    """Count the writes into a tensor.
+
+    Returns:
+        None for an inference tensor, whose writes torch does not count.
+    """
     return None if tensor.is_inference() else tensor._version
 
 
@@ -260,7 +264,7 @@ def load_collectives() -> None:
 
 @cache
 def load_tracer() -> None:
-    """Import what traces: the module that the first FakeTensorMode imports, which takes seconds.
+    """Import the tracer of torch, the module that the first FakeTensorMode imports, which takes seconds.
 
     Called before ranks wait for each other: in a step, each would wait until the slowest has imported it.
     """
@@ -344,7 +348,11 @@ def _load_forward_derivatives() -> None:
 
 
 def storage(tensor: torch.Tensor) -> int | None:
-    """Identify the memory of a living tensor; None for sparse tensors and those that a transform wraps."""
+    """Identify the memory of a living tensor.
+
+    Returns:
+        None for a sparse tensor, and for a tensor that a transform wraps.
+    """
     if is_dtensor(tensor):
         tensor = part_of(tensor)
     try:

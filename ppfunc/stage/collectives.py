@@ -26,7 +26,7 @@ def psum(x: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Args:
         x: the same shape on every rank.
-        mesh: one axis of a mesh, such as ``mesh["tp"]``.
+        mesh: an axis of a mesh, such as ``mesh["tp"]``.
 
     Raises:
         TypeError, ValueError: not a tensor of numbers, or not one axis of a mesh.
@@ -53,8 +53,8 @@ def all_gather(x: Tensor, mesh: DeviceMesh, axis: int = 0, *, replicated: bool =
     """Join the ``x`` of all ranks along ``axis``; the transpose of `psum_scatter`.
 
     Args:
-        x, mesh: as of :func:`psum`.
-        axis: along which they are joined.
+        x, mesh: tensor and axis, see :func:`psum`.
+        axis: the axis along which they are joined.
         replicated: whether all ranks go on to compute the same with it, such as a loss; its gradient is then
             the same everywhere, and each takes its part. By default each computes something else, and their
             gradients are summed.
@@ -71,16 +71,16 @@ def psum_scatter(x: Tensor, mesh: DeviceMesh, axis: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, mesh: DeviceMesh, split_axis: int, concat_axis: int) -> Tensor:
-    """Cut ``x`` along ``split_axis``, send part ``i`` to rank ``i``; join what comes along ``concat_axis``.
+    """Cut ``x`` along ``split_axis``, send part ``i`` to rank ``i``; join the parts that come.
 
     Its transpose exchanges back, with the two axes in the other order. The parts are equal: the shapes in a
     stage are known before it runs, so that no count of tokens can be one of them. Send tokens to experts in
     rows of a fixed number, of zeros where there is no token.
 
     Args:
-        x, mesh: as of :func:`psum`.
-        split_axis: cut into as many parts as there are ranks.
-        concat_axis: along which the parts from all ranks are joined, in their order.
+        x, mesh: tensor and axis, see :func:`psum`.
+        split_axis: the axis that is cut, into as many parts as there are ranks.
+        concat_axis: the axis along which the parts from all ranks are joined, in their order.
     """
     return _apply("all_to_all", x, mesh, split_axis, concat_axis)
 
@@ -99,7 +99,7 @@ def context_attention(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh, causal:
     Args:
         q: float[b, heads, t, d]; the ranks divide the heads.
         k, v: likewise, of as many heads, or of a divisor of them; of another time only if not ``causal``.
-        axis: one axis of a mesh, such as ``mesh["cp"]``.
+        axis: an axis of a mesh, such as ``mesh["cp"]``.
         causal: each position attends to itself and those before it.
 
     Returns:
@@ -161,7 +161,7 @@ class _Collective(NamedTuple):
 
     @property
     def batched(self) -> "_Collective":
-        """Return the same map for tensors with one more axis in front."""
+        """Return the same map for tensors with a further axis in front."""
         return self._replace(axes=tuple(axis + 1 for axis in self.axes))
 
 

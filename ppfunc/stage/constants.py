@@ -1,4 +1,4 @@
-"""Carry what inputs of a step hold beside tensors: numbers, texts and flags, and block masks.
+"""Carry numbers, texts, flags and block masks among the tensors of a step's inputs.
 
 A number, a text or a flag is a part of the structure of a tree: a program is traced for its value, as for the
 shapes of tensors. So are the values of a tensor of integers by which shapes are made, where they are asked
@@ -51,8 +51,8 @@ class KnownTensor:
     """Stands for a tensor of integers or flags whose values are a part of a tree, as a node without leaves.
 
     Args:
-        dtype, shape: of the tensor.
-        numbers: its elements, in their order.
+        dtype, shape: dtype and shape of the tensor.
+        numbers: the elements of the tensor, in their order.
     """
 
     __slots__ = ("dtype", "numbers", "shape")
@@ -100,9 +100,9 @@ class MaskParts(NamedTuple):
     """Stands for a block mask in a tree.
 
     Args:
-        blocks: its tensors, by attribute.
+        blocks: the tensors of the mask, by attribute.
         rows: the numbers of its rows in the whole batch, int64[B]; None where all rows share it.
-        tensors: those that its function reads; every microbatch takes them whole.
+        tensors: the tensors that its function reads; every microbatch takes them whole.
         rest: the program of its function, and its other attributes.
     """
 
@@ -156,7 +156,7 @@ def with_constants(tree: Any, name: str = "tree", *, masks_alone: bool = False) 
 
 
 def without_constants(tree: Any) -> Any:
-    """Put back what :func:`with_constants` has replaced; a tree without any is returned itself."""
+    """Put back the values that :func:`with_constants` has replaced; a tree without any is returned itself."""
     leaves, treedef = optree.tree_flatten(tree, is_leaf=_stands_for, namespace=NAMESPACE)
     if not any(map(_stands_for, leaves)):
         return tree
@@ -199,8 +199,8 @@ class MaskFunction:
     """The function of a block mask.
 
     Args:
-        program: what it computes.
-        tensors: those that it reads.
+        program: the operators of the function.
+        tensors: the tensors that the function reads.
         rows: the numbers of its rows in the whole batch, int64[B]; None where all rows share the mask.
     """
 
@@ -247,7 +247,7 @@ def _recorded(
 
 
 class _Recorder(TorchDispatchMode):
-    """Records operators on its inputs, and on what they give."""
+    """Records operators on its inputs, and on their results."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ class _Recorder(TorchDispatchMode):
         return name
 
     def encoded(self, value: Any) -> Any:
-        """Write an argument as a text, a number, a flag, None, or a tuple of such."""
+        """Write an argument as a plain value: a text, a number, a flag, ``None``, or a tuple of such."""
         match value:
             case torch.Tensor():
                 if id(value) not in self.names:

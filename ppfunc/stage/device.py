@@ -1,4 +1,4 @@
-"""Handle devices, mostly what torch calls accelerators: streams, events, generators, pinned memory.
+"""Handle devices, mostly accelerators, as torch calls them: streams, events, generators, pinned memory.
 
 ``torch.accelerator`` serves every kind of them. What it lacks is in the module of the kind, such as
 ``torch.cuda``, which is named here alone.
@@ -38,7 +38,11 @@ def accelerates(device: torch.device) -> bool:
 
 
 def unique_name(device: torch.device) -> str | None:
-    """Return the UUID of a device, unique among all hosts; None if its kind has none."""
+    """Return the UUID of a device, unique among all hosts.
+
+    Returns:
+        None for a kind of device without UUIDs.
+    """
     if not accelerates(device):
         return None
     name = getattr(torch.get_device_module(device).get_device_properties(device), "uuid", None)
@@ -46,7 +50,7 @@ def unique_name(device: torch.device) -> str | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one of this thread."""
+    """Make a device the current device of this thread."""
     return torch.accelerator.device_index(device.index) if accelerates(device) else nullcontext()
 
 
@@ -57,7 +61,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def new_stream(device: torch.device) -> torch.Stream:
-    """Make a stream; as a context manager it is the current one of this thread."""
+    """Make a stream; as a context manager it is the current stream of this thread."""
     return torch.Stream(device=device)
 
 

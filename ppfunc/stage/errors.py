@@ -33,7 +33,7 @@ class StageError(RuntimeError):
     """Raised for a stage that an engine cannot serve.
 
     Args:
-        stage: its name.
+        stage: the name of the stage.
         reason: the fault: got and expected.
         instead: the mend; empty if the reason says enough.
     """
@@ -71,7 +71,7 @@ _MEANT = {
 
 
 def meant(error: BaseException) -> str:
-    """Say in parentheses what words of torch mean; an empty text for others."""
+    """Explain words of torch in parentheses; an empty text for other words."""
     return "".join(f" ({mend})" for words, mend in _MEANT.items() if words in str(error))
 
 
@@ -101,7 +101,7 @@ def refuse_own(error: BaseException, stage: str) -> None:
 
 
 def by_dtensor(error: BaseException) -> bool:
-    """Tell whether torch.func has refused one of DTensor's own Functions, which are of the old style."""
+    """Tell whether torch.func has refused an own Function of DTensor, all of which are of the old style."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     return "setup_context" in str(error) and any(
         name.startswith("torch.distributed.tensor") for name in modules
@@ -120,7 +120,7 @@ def warn(text: str) -> None:
 
 
 def line_of(error: BaseException) -> str:
-    """Find the innermost user's line, as ``" at file:line"``; without one, that of a layer of torch.
+    """Find the innermost line of the user, as ``" at file:line"``; else that line of a layer of torch.
 
     Of a program that was traced, it is the line that was traced.
     """
@@ -155,8 +155,8 @@ class ModulePlace(NamedTuple):
     """Describe a place in the calls of modules.
 
     Args:
-        name: of the innermost module, within the outermost one; empty for that itself.
-        names: of all modules within the outermost one, by identity.
+        name: the name of the innermost module, within the outermost module; empty for that itself.
+        names: the names of all modules within the outermost module, by identity.
     """
 
     name: str
@@ -164,7 +164,7 @@ class ModulePlace(NamedTuple):
 
 
 def module_of_call(end: str, known: Names) -> ModulePlace | None:
-    """Find the module whose call runs now below the file ``end``; None outside of modules.
+    """Find the module whose call runs now below the file ``end``.
 
     Of a program that was traced, it is the module that was traced.
 

@@ -32,8 +32,8 @@ class ParameterKind:
     """Stands for a parameter in a call of a mask: a rank may hold a shard of it.
 
     Args:
-        ndim: the number of its dimensions.
-        dtype: its dtype.
+        ndim: the number of dimensions of the parameter.
+        dtype: the dtype of the parameter.
     """
 
     def __init__(self, ndim: int, dtype: torch.dtype) -> None:
@@ -60,7 +60,7 @@ def masked_leaves(mask: Any, params: Signature, name: str = "mask") -> list[bool
 
     Args:
         mask: a function of the parameters, or the tree that it would return.
-        name: of the mask, for errors.
+        name: the name of the mask in errors.
 
     Raises:
         TypeError, ValueError: the mask gave something other than booleans in the structure of the parameters.
@@ -174,7 +174,7 @@ class FrozenLeaves:
         return self._numbers[key]
 
     def trained(self, stage: int, params: Any) -> Any:
-        """Return the parameters of a stage of the model with None in the place of frozen ones."""
+        """Return the parameters of a stage of the model, without the leaves that are frozen."""
         leaves, treedef = tree_flatten(params)
         fixed = self.numbers(stage, Signature.of(params))
         return treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))

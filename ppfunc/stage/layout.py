@@ -28,11 +28,11 @@ class MeshLayout:
     """How one tensor lies over the ranks of a mesh: hashable, comparable, storable as JSON.
 
     Args:
-        axes, sizes: of the mesh.
-        placements: by axis, as torch writes them: ``"R"`` for whole on every rank, ``"S(0)"`` for cut along
-            axis 0.
-        shape: of the whole tensor.
-        mesh: of this process; no part of the value.
+        axes, sizes: names and sizes of the axes of the mesh.
+        placements: placements by axis, as torch writes them: ``"R"`` for whole on every rank, ``"S(0)"`` for
+            cut along axis 0.
+        shape: the shape of the whole tensor.
+        mesh: the mesh of this process; no part of the value.
     """
 
     axes: tuple[str, ...]
@@ -53,7 +53,7 @@ class MeshLayout:
         return any(placement != "R" for placement in self.placements)
 
     def cut(self, pieces: int) -> MeshLayout:
-        """Return the layout of one of ``pieces`` equal pieces. Every rank cuts its part along axis 0."""
+        """Return the layout of each of ``pieces`` equal pieces. Every rank cuts its part along axis 0."""
         return replace(self, shape=(self.shape[0] // pieces, *self.shape[1:]))
 
     def stacked(self, rows: int) -> MeshLayout:
@@ -91,12 +91,12 @@ class MeshLayout:
 
 
 def layout_of(tensor: torch.Tensor) -> MeshLayout | None:
-    """Return the layout of a DTensor; None for a plain tensor."""
+    """Return the layout of a DTensor; a plain tensor has no layout."""
     return MeshLayout.of(tensor.device_mesh, tensor.placements, tensor.shape) if is_dtensor(tensor) else None
 
 
 def same_placement(one: MeshLayout | None, other: MeshLayout | None) -> bool:
-    """Tell whether both cut a tensor in the same way; None, for a plain tensor, cuts nothing."""
+    """Tell whether two layouts cut a tensor in the same way. Plain tensors, without a layout, are whole."""
     ways = [
         (layout and layout.sharded and (layout.axes, layout.sizes, layout.placements)) or None
         for layout in (one, other)
@@ -173,7 +173,7 @@ class Boundary(NamedTuple):
     """Describe how the tensors that a stage takes and returns lie over the ranks of an axis.
 
     Args:
-        mesh: one axis of a mesh.
+        mesh: an axis of a mesh.
         inputs, outputs: a placement, or a tree of them for the trees that begin like it; None for plain
             tensors.
         params: the layouts of the parameters that the stage was made for, by name.
@@ -205,9 +205,9 @@ def with_layouts(
 
     Args:
         fn: ``fn(params, x, *extras) -> y``.
-        mesh: one axis of a mesh, such as ``mesh["tp"]``.
-        inputs, outputs: how ``x`` and ``y`` are cut: ``Shard(axis)`` for all of their leaves, or a tree of
-            placements; None, or ``Replicate()``, for those that are whole on every rank.
+        mesh: an axis of a mesh, such as ``mesh["tp"]``.
+        inputs, outputs: placements of ``x`` and ``y``: ``Shard(axis)`` for all of their leaves, or a tree of
+            placements; None, or ``Replicate()``, for leaves that are whole on every rank.
 
     Raises:
         TypeError, ValueError: other values than placements that cut, or not one axis of a mesh.
@@ -273,7 +273,7 @@ def _placement(text: str) -> Placement:
 
 @lru_cache(4096)
 def _strides(part: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of the whole, whose axes lie in memory in the order of those of a part."""
+    """Return the strides of the whole tensor; its axes lie in memory in the order of the axes of a part."""
     order = sorted(range(len(part)), key=lambda axis: (-part[axis], axis))
     after = [order[order.index(axis) + 1 :] for axis in range(len(part))]
     return tuple(math.prod(max(shape[axis], 1) for axis in inner) for inner in after)

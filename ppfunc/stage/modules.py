@@ -246,7 +246,7 @@ def _stateful(module: nn.Module, names: tuple[str, ...], call: _Call) -> Callabl
 
 
 def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:
-    """Find the other places of the tensors of these names, each once, however often its submodule is listed.
+    """Find further places of the tensors of these names, each once, however often its submodule is listed.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> b.weight = a.weight
@@ -306,7 +306,7 @@ Layer = Callable[..., Any]  # layer(params, x, *extras) -> y
 
 
 def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[Layer]:
-    """Make one stage function per stage of the partition, which runs its layers one after the other.
+    """Make a function for each stage of the partition, which runs the layers of that stage in their order.
 
     Equivalent to, for the stage with layers ``start..end-1``::
 
@@ -394,12 +394,12 @@ def parallelize(
 
     Args:
         module: parallelised in place, as by torch; its values are those of the first rank of the axis.
-        mesh: one axis of a mesh, such as ``mesh["tp"]``, all ranks of which call this.
+        mesh: an axis of a mesh, such as ``mesh["tp"]``, all ranks of which call this.
         plan: torch's: ``{name of a submodule: ColwiseParallel(), ...}``, or the style of the module itself.
-        inputs, outputs: how the activations that the stage takes and returns are cut, as in
+        inputs, outputs: placements of the activations that the stage takes and returns, as in
             :func:`ppfunc.with_layouts`; whole on every rank by default. Sequence parallel stages have
             ``Shard(1)``.
-        constants: as in :func:`ppfunc.stage_from_module`.
+        constants: whether buffers are constants, as in :func:`ppfunc.stage_from_module`.
 
     Returns:
         ``(fn, params, state)``, as :func:`ppfunc.stage_from_module`; all parameters are DTensors, those that
@@ -441,7 +441,7 @@ def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
     Args:
         params: a tree of whole tensors, such as ``{stage: tree}``. The values are those of the first rank of
             each axis.
-        mesh: of as many axes as there are placements.
+        mesh: a mesh of as many axes as there are placements.
         rule: ``(name, leaf) -> placements``: ``Shard(axis)`` or ``Replicate()``, or one for each axis of the
             mesh; None for a leaf that stays as it is. A name is the keys on the way to the leaf, joined by
             dots.
@@ -517,7 +517,7 @@ def _require_found(module: nn.Module, plan: Any) -> None:
 
 
 def _tie_again(module: nn.Module, shared: Mapping[str, str]) -> None:
-    """Put one parameter back into the places that were one before the plan replaced it in each."""
+    """Re-tie shared parameters: ``parallelize_module`` made a new parameter at every place."""
     for place, first in shared.items():
         home, _, name = place.rpartition(".")
         one, other = attrgetter(first, place)(module)

@@ -1,4 +1,4 @@
-"""Say of operators of torch what they write into, whether they draw or communicate, and what they compute."""
+"""Tell the effects of operators of torch: writes, draws, communication; and count their operations."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -73,7 +73,7 @@ def effects_of(func: Any) -> _Effects:
 
 
 def is_collective(func: Any) -> bool:
-    """Tell whether an operator communicates, or waits for one that does."""
+    """Tell whether an operator communicates, or waits for a communication."""
     return getattr(func, "namespace", "") in _COLLECTIVES
 
 
@@ -106,7 +106,7 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 @cache
 def own_formulas() -> dict[Any, Any]:
-    """Return the formulas of operators of which the registry of this torch has none."""
+    """Return the formulas of the operators that the registry of this torch lacks."""
     # Takes time to import, as the other functions of its module do.
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 

@@ -1,5 +1,5 @@
-"""Guard what all threads of a process share: state of torch, by a lock; signals, whose handlers would tear a
-step apart; the generators of Python and numpy.
+"""Guard the state that all threads of a process share: torch's, by a lock; signals, whose handlers would tear
+a step apart; the generators of Python and numpy.
 """
 
 import pickle
@@ -131,7 +131,7 @@ def without_foreign_draws(call: Callable[[], T], name: str, *, repeatable: bool 
 
     Args:
         call: evaluates the stage. It has no effects.
-        name: how errors call the stage.
+        name: the name of the stage in errors.
         repeatable: whether it may be called twice, where a generator has changed: another thread may have
             drawn from it, or torch in its first call. The second result is returned.
 

@@ -1,4 +1,4 @@
-"""Describe what engines take and return: the example and the outline of a stage, and its program.
+"""Describe arguments and results of engines: the example and the outline of a stage, and its program.
 
 A program consists of the pure functions that forward and backward of one stage are.
 """
@@ -179,7 +179,7 @@ class Outline(NamedTuple):
         y: signature of the output; ``grad=True`` where it depends on a differentiable leaf of the parameters
             or of ``x``.
         aux: signature of the auxiliary output, no leaf of which carries a gradient.
-        draws: how many operators drew from a random generator.
+        draws: the number of operators that drew from a random generator.
         untraced: why no trace can repeat it, and what to use instead; None where one can.
         modules: the modules that ran, with their submodules: the stage depends on their train or evaluation
             mode.
@@ -187,7 +187,7 @@ class Outline(NamedTuple):
         lasts: whether it may be kept. False if the stage raised without values and ran on zeros: it may not
             raise again.
         undeclared: parameters that a module has frozen, and of which the step asks for gradients.
-        calls: what it has called, if that was noted: first its arguments, last what it returns.
+        calls: the calls of the stage, if they were noted: first its arguments, last its results.
     """
 
     y: Signature
@@ -202,7 +202,11 @@ class Outline(NamedTuple):
 
     @property
     def random(self) -> bool | None:
-        """Tell whether the stage draws random numbers; None if only a path that was not seen may."""
+        """Tell whether the stage draws random numbers.
+
+        Returns:
+            None if a path that was not seen may.
+        """
         return True if self.draws else None if not self.known else False
 
 
@@ -237,8 +241,8 @@ class FlatProgram(NamedTuple):
 
 
 class StageProgram(NamedTuple):
-    """The functions of a stage on trees, and what is known of them beforehand. Of DTensors, the stage is
-    given the part of its rank.
+    """The functions of a stage on trees, with the facts that are known of them beforehand. Of DTensors, the
+    stage is given the part of its rank.
 
     Equivalent to, for ``y, pull = torch.func.vjp(fn, params, x)``::
 
@@ -290,9 +294,9 @@ class Engine(Protocol):
             fn: the stage; with ``has_aux`` it returns ``(y, aux)``.
             example: ``(params, x, *extras)``, trees of tensors or signatures.
             has_aux: whether there is an auxiliary output, which gets no cotangent.
-            name: how errors call the stage.
-            device: where the stage computes; by default where the first tensor of the example with values is.
-            outline: that of the stage, of the same example; given one, the engine does not evaluate the stage
+            name: the name of the stage in errors.
+            device: the device of the stage; by default that of the first tensor of the example with values.
+            outline: an outline of the stage, of the same example; the engine then does not evaluate the stage
                 again.
 
         Raises:
@@ -303,7 +307,7 @@ class Engine(Protocol):
 def stage_program(
     flat: FlatProgram, example: Example, outline: Outline, *, has_aux: bool, residual_bytes: int | None
 ) -> StageProgram:
-    """Make the program on trees of the one on flat tuples."""
+    """Make the program on trees of a program on flat tuples."""
     y, aux = outline.y, outline.aux
     params = example.params.with_grad()  # of each that can have one
 
@@ -351,7 +355,7 @@ def stage_program(
 
 
 def _filled(device: torch.device, signature: Signature, gradients: Gradients) -> Any:
-    """Return the tree of gradients, with zeros for leaves without one."""
+    """Return the tree of gradients, with zeros for leaves without a gradient."""
     wanted = iter(gradients)
     pairs = [(leaf, next(wanted) if leaf.grad else None) for leaf in signature.leaves]
     return signature.wrap(
@@ -381,7 +385,7 @@ class Numbers:
     """Puts numbers in the place of symbols: in values, tensors without values, and what they are nested in.
 
     Args:
-        values: by symbol.
+        values: numbers by symbol.
     """
 
     def __init__(self, values: Mapping[Any, int]) -> None:
@@ -414,7 +418,7 @@ class Numbers:
 
 
 class SizeRange:
-    """Holds arguments, some sizes of which are symbols, and what is decided by them when these are used.
+    """Holds arguments, some sizes of which are symbols, and the decisions by these sizes.
 
     Args:
         before, now: two forms of the same arguments. Sizes vary that differ, or that varied ``before``; those
@@ -451,7 +455,11 @@ class SizeRange:
         return self._known[key]
 
     def numbers(self, trees: Sequence[Signature]) -> Numbers | None:
-        """Return the numbers of arguments of the same structure, None where they would decide otherwise."""
+        """Return the numbers of arguments of the same structure.
+
+        Returns:
+            None where they would decide otherwise.
+        """
         values: dict[int, int] = {}
         for ours, theirs in zip(_sizes(self.trees), _sizes(trees), strict=True):
             expected = ours if isinstance(ours, int) else values.setdefault(id(ours), theirs)

@@ -53,13 +53,13 @@ class LeafSignature:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, grad: bool = True) -> LeafSignature:
-        """Describe a tensor; a gradient is wanted if ``grad`` and if the dtype can have one."""
+        """Describe a tensor; a gradient is wanted if ``grad`` and if the dtype can carry it."""
         return cls(
             tuple(local(tensor).shape), tensor.dtype, grad and differentiable(tensor.dtype), layout_of(tensor)
         )
 
     def cut(self, pieces: int) -> LeafSignature:
-        """Return the signature of one of ``pieces`` equal pieces along axis 0."""
+        """Return the signature of each of ``pieces`` equal pieces along axis 0."""
         return replace(
             self,
             shape=(self.shape[0] // pieces, *self.shape[1:]),
@@ -86,7 +86,7 @@ class Signature:
 
     Args:
         treedef: the structure, as ``optree`` gives it (``None`` is a node without leaves).
-        leaves: one entry per tensor, in the order of :func:`~ppfunc.stage.tree.tree_leaves`.
+        leaves: an entry per tensor, in the order of :func:`~ppfunc.stage.tree.tree_leaves`.
     """
 
     treedef: optree.PyTreeSpec
@@ -104,7 +104,7 @@ class Signature:
 
         Args:
             tree: a tree of tensors. A signature is returned as it is.
-            name: how to call the tree in an error.
+            name: the name of the tree in errors.
 
         Raises:
             TypeError: a leaf is not a tensor; the message gives its path.
@@ -137,7 +137,7 @@ class Signature:
 
         Args:
             prefix: a placement, or a tree of them that the tree begins like; None for plain tensors.
-            name: of the tree, in errors.
+            name: the name of the tree in errors.
 
         Raises:
             ValueError: the tree does not begin like ``prefix``, a leaf lacks the axis that is cut, or is a
@@ -163,7 +163,7 @@ class Signature:
         return replace(self, leaves=tuple(leaves))
 
     def cut(self, microbatches: int, whole: Sequence[bool] | None = None) -> Signature:
-        """Return the signature of one of so many equal microbatches, cut along axis 0 on every rank.
+        """Return the signature of each of ``microbatches`` equal parts, cut along axis 0 on every rank.
 
         Leaves that are ``whole`` are the same in each.
         """
@@ -350,7 +350,7 @@ def leaf_number(signature: Signature, name: str, tree: str) -> int:
 
 
 def first_match(name: str, patterns: Iterable[str]) -> str | None:
-    """Return the first of the patterns that matches a name, or None.
+    """Return the first pattern that matches a name, if any does.
 
     >>> first_match("h.0.bias", ["*norm*|*.bias", "*"])
     '*norm*|*.bias'
@@ -359,7 +359,7 @@ def first_match(name: str, patterns: Iterable[str]) -> str | None:
 
 
 def note_patterns(used: dict[str, bool], what: str, patterns: Collection[str], names: Iterable[str]) -> None:
-    """Note which patterns take one of these names; ``"*"`` may take none, since it stands for the rest.
+    """Note which patterns take any of these names. ``"*"`` need not, since it stands for the rest.
 
     An alternative has to match a name, which an earlier pattern may take.
 

@@ -78,7 +78,7 @@ def ensemble(
     All models see the same extras. An auxiliary loss becomes a tensor[k]. Metrics get the axis k.
 
     Args:
-        stages: one per stage of the model. The first has parameters, none has a state.
+        stages: functions, one per stage of the model. The first has parameters, none has a state.
         loss_fn: ``loss(y, target) -> scalar``.
         randomness: random numbers of a stage that draws some: ``"different"`` for each model, or ``"same"``
             for all; by default such a stage raises.
@@ -126,7 +126,7 @@ def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, join
     :func:`for_samples`), ``x`` and the further arguments have a leading axis b.
 
     Args:
-        randomness: that of ``vmap``.
+        randomness: the argument ``randomness`` of ``vmap``.
         alone: whether ``x`` and the further arguments have a batch axis, which becomes one sample long; else
             the stage gets what the one before it returned for that sample.
         joined: whether outputs have a batch axis, which becomes b long; else they get a further axis b.
@@ -172,7 +172,7 @@ def refuse_as_strided() -> None:
 
 
 def per_sample_loss(loss_fn: Loss, *, joined: bool = True) -> Loss:
-    """Return ``loss(y, target) -> tensor[b]``, the losses of every sample as a batch of one."""
+    """Return ``loss(y, target) -> tensor[b]``, the loss of every sample, a batch of a single row."""
 
     def one(y: Any, target: Any) -> torch.Tensor:
         return without_aux(loss_fn)(_alone(y) if joined else y, _alone(target))
@@ -222,7 +222,7 @@ def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
 
     Args:
         grads: a tree of per-sample gradients, [m, b, ...] each.
-        square_norms: of the gradients of all stages, [m, b].
+        square_norms: squared norms of the gradients of all stages, [m, b].
         max_norm: the largest norm, positive.
 
     Returns:
@@ -253,12 +253,12 @@ def clipped_sum(grads: Any, square_norms: torch.Tensor, max_norm: float) -> Any:
 
 
 def _alone(sample: Any) -> Any:
-    """Make a sample a batch of one."""
+    """Make a sample a batch of a single row."""
     return tree_map(lambda t: rearrange(t, "... -> 1 ..."), sample)
 
 
 def _joined(t: torch.Tensor) -> torch.Tensor:
-    """Join batches of one to one batch: [b, 1, ...] becomes [b, ...]."""
+    """Join batches of single rows: [b, 1, ...] becomes [b, ...]."""
     if t.ndim < 2 or t.shape[1] != 1:
         raise ValueError(
             f"got an output of shape {list(t.shape[1:])} for a batch of one; a stage with per-sample"
@@ -271,7 +271,7 @@ def _joined(t: torch.Tensor) -> torch.Tensor:
 
 
 def dual(fn: Stage, *, slope_alone: bool = False) -> Stage:
-    """Transform a stage into one on pairs of a value and its tangent: forward mode.
+    """Transform a stage into a stage on pairs of a value and its tangent: forward mode.
 
     Equivalent to, for any trees::
 
@@ -407,8 +407,8 @@ def push(
 ) -> tuple[Any, Any]:
     """Compute ``fn(*primals, *others)`` and its derivative along ``tangents``, of primals that are trees.
 
-    The second has the structure of the first, None for leaves without derivative; it is None alone where
-    every tangent is zero.
+    The derivative has the structure of the value, with None at leaves that do not move. It is None if no leaf
+    moves.
     """
     leaves, treedef = tree_flatten((*primals, *others))
     slopes = [
@@ -437,7 +437,7 @@ Tangents = Sequence[torch.Tensor | None]
 
 
 def _pushed(fn: Flat, at: Sequence[torch.Tensor], along: Tangents) -> tuple[Any, Any]:
-    """Compute ``fn(at)`` and its tangents, None for integers.
+    """Compute ``fn(at)`` and its tangents, without tangents of integers.
 
     Their gradient is right. Its own gradient is that of torch's third derivatives: wrong for layer norm.
     """

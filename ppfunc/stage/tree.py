@@ -66,7 +66,7 @@ def tree_structure(tree: Any) -> optree.PyTreeSpec:
 
 
 def tree_map(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """Apply ``fn`` to every leaf, and to what is at its place in the trees ``rest``."""
+    """Apply ``fn`` to every leaf, and to the subtrees at its place in the trees ``rest``."""
     leaves, treedef = tree_flatten(tree)
     return treedef.unflatten(map(fn, leaves, *map(treedef.flatten_up_to, rest)))
 

@@ -1,4 +1,4 @@
-"""Evaluate stages without values, and refuse what no program can repeat.
+"""Evaluate stages without values, and refuse effects that no program can repeat.
 
 One evaluation gives the outline of a stage::
 

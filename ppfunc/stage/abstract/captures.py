@@ -1,4 +1,4 @@
-"""Know what functions read beside their arguments: a program is traced for these values, and for no others.
+"""Find the values that functions read beside their arguments: a program is traced for these alone.
 
 A function may read what it refers to, and what that refers to in turn::
 
@@ -84,7 +84,7 @@ _BY_CONSTANT = (  # getattr(object, constant), or with a default
 
 
 class State:
-    """Holds what counts of all that is read, by path. It is equal to itself alone."""
+    """Holds the value of all that is read, as far as it counts, by path. It is equal to itself alone."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
@@ -94,7 +94,7 @@ class _Look:
     """Looks at all that is read, and tells afterwards whether it is still the same.
 
     Attributes:
-        values: what counts of each value, by path.
+        values: the part of each value that counts, by path.
         found: path and value, by identity.
     """
 
@@ -247,7 +247,7 @@ class _Look:
         return [*inside, *self._got(globals_, wanted, ":{}")]
 
     def _named(self, value: Any) -> list[tuple[str, Any]]:
-        """List the attributes that code names, or may read by texts; of a class also what operators call."""
+        """List the attributes that code names, or reads by texts; of a class methods of operators too."""
         held, kind, module = vars(value), type(value), isinstance(value, nn.Module)
         home = held.get("__module__", held.get("__name__")) if isinstance(value, ModuleType | type) else None
         packaged = _is_installed(home)
@@ -270,7 +270,7 @@ class _Look:
 
 
 def _hooks_of_all_modules() -> list[Any]:
-    """List the hooks that torch calls at every module, without those that look on."""
+    """List the hooks that torch calls at every module, without hooks that look on."""
     hooks = chain.from_iterable(hooks.values() for hooks in HOOKS_OF_ALL_MODULES)
     return [hook for hook in hooks if not getattr(hook, "looks_on", False)]
 
@@ -284,7 +284,7 @@ def _size_of(value: Any) -> int:
 
 
 def _bytes_of(array: Any) -> tuple[str, Any]:
-    """Describe an array by what it holds and its shape."""
+    """Describe an array by its bytes and its shape."""
     view = memoryview(array)
     return sha256(view.tobytes()).hexdigest(), view.shape
 
@@ -345,7 +345,7 @@ def _names_of(code: CodeType, *operations: str) -> frozenset[str]:
 
 
 def changes(then: State, now: State) -> list[str]:
-    """Tell in what a state differs from an earlier one, in the same words in every process."""
+    """List the differences of a state from an earlier state, in the same words in every process."""
     counts = ((path, now.values.get(path)) for path in _changed(then.values, now.values))
     return sorted(f"{told(path)} = {c[1] if isinstance(c, tuple) else 'another'}" for path, c in counts)
 
@@ -360,12 +360,12 @@ def told(path: str) -> str:
 
 
 def reads(function: Any) -> Any:
-    """Return what a stage reads beside its arguments: of a model that was split the model, else itself."""
+    """Return the root of the reads of a stage: of a model that was split the model, else the stage."""
     return function if hasattr(function, "__wrapped__") else getattr(function, READS, function)
 
 
 class Watch:
-    """Watches what is read beside arguments from a function on.
+    """Watches the values that are read beside arguments from a function on.
 
     Attributes:
         modules: further ones, which have run.
@@ -405,7 +405,7 @@ class Watch:
             return self._states[-1]
 
     def settle(self, then: State, modules: Iterable[nn.Module], stage: str) -> None:
-        """Take what an evaluation has changed, and the modules that ran in it.
+        """Take the changes of an evaluation, and the modules that ran in it.
 
         Args:
             then: the state before.
@@ -467,7 +467,7 @@ class Watch:
 
 
 def ambient() -> tuple[Any, ...]:
-    """Return what torch holds beside arguments, and operators depend on.
+    """Return the state of torch on which operators depend beside their arguments.
 
     These are autocast, the default dtype, the kernels that are switched on, and function modes.
     """

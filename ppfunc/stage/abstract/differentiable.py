@@ -75,7 +75,7 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
 
 
 class DifferentiableStage:
-    """Reduces a stage to a function of its differentiable leaves; the others are bound beforehand."""
+    """Reduces a stage to a function of its differentiable leaves; all other leaves are bound beforehand."""
 
     def __init__(
         self, fn: Callable[..., Any], example: Example, outline: Outline, has_aux: bool, name: str
@@ -91,7 +91,7 @@ class DifferentiableStage:
     def with_others(
         self, params: Leaves, x: Leaves, extras: Leaves
     ) -> Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]:
-        """Bind the other leaves: ``(primal params, primal x) -> (y leaves with gradient, all outputs)``."""
+        """Bind all other leaves: ``(primal params, primal x) -> (y leaves with gradient, all outputs)``."""
 
         def run(primal_params: Leaves, primal_x: Leaves) -> tuple[Leaves, Leaves]:
             p, a = filled(params, self.param_at, primal_params), list(x)
@@ -166,7 +166,7 @@ class DifferentiableStage:
         return (None,) * len(self.param_at), (None,) * len(self.x_at)
 
     def require_same(self, y: Leaves, aux: Leaves, treedef: Any) -> None:
-        """Raise unless ``y`` is what the outline promised its neighbours, and all outputs have values."""
+        """Raise unless ``y`` has the form of the outline, and all outputs have values."""
         require_values(y + aux, self.name)
         want = self.outline.y
         same = treedef == want.treedef and all(

@@ -126,7 +126,7 @@ class Evaluation(FakeTensorMode):
         super()._prep_args_for_hash(result, args, state, id_hashed_objects)
 
     def _form(self, arg: Any) -> tuple[Any, ...] | None:
-        """Describe all of an argument that the form of a result may depend on; None for an uncommon one."""
+        """Describe all of a common argument that the form of a result may depend on."""
         if type(arg) in _PLAIN:
             return type(arg), arg
         if type(arg) in (tuple, list):
@@ -259,7 +259,7 @@ _tried: ContextVar[Sequence[Leaves]] = ContextVar("tried", default=())
 
 @contextmanager
 def trying(batches: Iterable[Leaves]) -> Iterator[None]:
-    """Run stages that need values on those of a batch, where they get leaves of the form of its leaves."""
+    """Run stages that need values on the leaves of a batch, where they are given leaves of the same form."""
     token = _tried.set([t for t in batches if not any(leaf.is_meta or is_wrapped(leaf) for leaf in t)])
     try:
         yield
@@ -309,7 +309,7 @@ def data_dependence(error: Exception) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep torch from logging, with its whole traceback, an error that is raised anew in our words."""
+    """Keep torch from logging, with its whole traceback, an error that is raised again in our words."""
     logger = logging.getLogger(FAKE_TENSOR_LOGGER)
     before, logger.disabled = logger.disabled, True
     try:
@@ -322,7 +322,7 @@ def quiet() -> Iterator[None]:
 
 
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
-    """Call one of two functions."""
+    """Call the first or the second function."""
     return (true_fn if pred else false_fn)(*operands)
 
 
@@ -334,7 +334,7 @@ def _while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carrie
 
 
 def _scan(combine_fn: Callable[..., Any], init: Any, xs: Any) -> tuple[Any, Any]:
-    """Call a function along the first axis of ``xs``, with what it has returned before."""
+    """Call a function along the first axis of ``xs``, with the carry that it has returned before."""
     carry, rows = init, []
     for slices in zip(*(x.unbind() for x in xs), strict=True):
         carry, row = combine_fn(*tree_flatten(carry)[0], *slices)
@@ -374,7 +374,7 @@ def _compile(model: Any = None, *args: Any, **options: Any) -> Any:
 
 
 def _validate(*args: Any) -> None:
-    """Stand for torch's check that flex attention, whose kernel has no backward on the CPU, needs none there.
+    """Stand for torch's check that flex attention needs no gradient on the CPU, where its kernel lacks it.
 
     Its scores as a matrix have one.
     """

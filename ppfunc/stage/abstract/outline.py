@@ -39,7 +39,7 @@ from .purity import Purity
 
 
 class SeenFunctions(torch.overrides.TorchFunctionMode):
-    """Watches what operators do not see: assignments to ``data``."""
+    """Watches assignments to ``data``, which operators do not see."""
 
     assigns, looks_on = False, True
 
@@ -64,11 +64,11 @@ def outline(
         fn: a stage, ``fn(params, x, *extras) -> y``; with ``has_aux`` it returns ``(y, aux)``.
         example: ``(params, x, *extras)``, signatures, or trees of tensors, which may be on ``meta``.
         has_aux: whether there is an auxiliary output.
-        name: how errors call the stage.
-        device: where the stage computes; by default where the first tensor of the example with values is,
+        name: the name of the stage in errors.
+        device: the device of the stage; by default that of the first tensor of the example with values,
             else the CPU.
         noting: whether to note its calls, which takes up to 0.8 of the time again.
-        watches: of what it reads beside its arguments; they take what has changed. Made here by default.
+        watches: watches of its reads beside its arguments; they take what has changed. Made here by default.
 
     Returns:
         The outline; ``known`` is False where the stage ran on zeros, because of tensor subclasses or because
@@ -215,7 +215,7 @@ def modules_that_run() -> Iterator[dict[int, torch.nn.Module]]:
 
 
 def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name: str, abstract: bool) -> Any:
-    """Call ``fn(*trees)``; say where it raised, and what it was given."""
+    """Call ``fn(*trees)``; name the line that raised, and the arguments."""
     try:
         with quiet(), in_python():
             return fn(*trees)
@@ -248,7 +248,7 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
 
 
 def split_aux(out: Any, has_aux: bool, stage: str) -> tuple[tuple[Any, PyTreeSpec], tuple[Any, PyTreeSpec]]:
-    """Flatten what a stage returns into leaves and structure of ``y``, and of ``aux`` (none without it)."""
+    """Flatten the result of a stage into leaves and structure of ``y``, and of ``aux`` if there is any."""
     if not has_aux:
         return flatten(out, f"{stage} y"), ((), tree_structure(None))
     if not (isinstance(out, tuple) and len(out) == 2):
@@ -281,7 +281,7 @@ def _is_own(node: Any) -> bool:
 
 
 def _histories(ahead: list[Any]) -> Iterator[Any]:
-    """Yield histories, and those that they come of."""
+    """Yield histories, and all histories behind them."""
     seen = set(ahead)
     while ahead:
         yield (node := ahead.pop())

@@ -95,7 +95,7 @@ class StageFunction:
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> tuple[Any, Any]:
-    """Compute the loss, and what comes with it; name the loss function, not the stage, in its errors."""
+    """Compute the loss and its ``aux``; name the loss function, not the stage, in its errors."""
     try:
         loss = loss_fn(y, target)
         loss, aux = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)

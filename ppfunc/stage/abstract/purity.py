@@ -1,4 +1,4 @@
-"""Refuse what no program can repeat, as operators show it: writes, draws from generators of one's own, lost
+"""Refuse effects that no program can repeat, as operators show them: writes, draws from own generators, lost
 gradients, and collectives through which a gradient would flow wrongly.
 """
 
@@ -27,7 +27,7 @@ IN_PARAMS = "pass it in params, or what it is computed of, or detach it"
 
 
 class LogicalDraws(TorchDispatchMode):
-    """Draw into tensors in their logical order, not in that of their memory.
+    """Draw into tensors in their logical order, not in the order of their memory.
 
     ``torch.func`` and functionalisation draw into new, contiguous tensors, plain autograd into
     whatever strides an activation has: a dropout mask would depend on the engine.
@@ -49,7 +49,7 @@ class Purity(LogicalDraws):
     """Watches every operator of a call: counts draws, and raises ``StageError`` before an effect happens.
 
     Args:
-        stage: its name in errors.
+        stage: the name of the stage in errors.
         arguments: the tensors that it is given, by their paths.
         abstract: whether they have no values. Nothing is drawn then, so a changed generator was seeded.
         after: the error of an earlier trial. It is raised again before a collective, which other ranks would
@@ -166,13 +166,13 @@ _REGISTERED = "torch._library.autograd"  # calls the derivatives that are regist
 def collective_fault(
     func: Any, tensors: Iterable[torch.Tensor], strict: bool, reduction: str = "sum"
 ) -> tuple[str, str] | None:
-    """Say why the gradient through a collective is wrong, or ranks hang, and what to use instead.
+    """Say why the gradient through a collective is wrong, or ranks hang, and name the mend.
 
     None where the gradient is right, or none flows.
 
     Args:
         func: a collective.
-        tensors: those that it is given.
+        tensors: the tensors that it is given.
         strict: whether a gradient may flow though no tensor requires one, as below a transform.
         reduction: torch's name of what it computes, if it reduces.
     """

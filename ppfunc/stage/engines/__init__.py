@@ -84,9 +84,9 @@ def graph(
             module that the stage calls.
         compile: compile each program by inductor (``torch.compile``) when it first runs. Results then agree
             within rounding, no longer bitwise. What inductor has compiled it keeps in its folder on disk.
-        dynamic: in step functions, trace once for all sizes of inputs and extras for which a stage takes the
-            same path: at the second form of the arguments, with symbols for the sizes that differ from the
-            first. A program gets the numbers of each further form in milliseconds, and is what a trace for
+        dynamic: whether step functions trace once for all sizes of inputs and extras for which a stage takes
+            the same path: at the second form of the arguments, with symbols for the sizes that differ from
+            the first. A program gets the numbers of each further form in milliseconds, and is what a trace for
             this form would be. Where what the stage or an operator decided by a size, or a number that is no
             integer, would differ, it is traced again. Which residuals are kept is decided at the traced
             sizes. Sizes of 0 and 1, and of DTensors, do not vary. A stage that uses a size as anything but a
@@ -235,7 +235,7 @@ def functional(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[Fl
 
 @engine
 def eager(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[FlatProgram, None]:
-    """Differentiate a stage by the tape of autograd, one per forward.
+    """Differentiate a stage by the tape of autograd, a new tape per forward.
 
     For ``torch.utils.checkpoint`` (``use_reentrant=False``), modules under ``torch.compile``,
     ``autograd.Function`` of the old style, and DTensor. ``residuals`` holds the tape: it can be used once.

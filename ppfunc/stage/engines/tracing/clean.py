@@ -51,7 +51,7 @@ def clean(joint: Joint) -> None:
 
 
 def skip_copies(joint: Joint) -> None:
-    """Use earlier nodes in the place of those with the same value: copies, and views that change nothing."""
+    """Use earlier nodes in the place of nodes with the same value: copies, and views that change nothing."""
     for node in filter(is_call, joint.graph.nodes):
         if _is_copy(node) and _is_spare(node, node.args[0]):
             node.replace_all_uses_with(node.args[0], propagate_meta=False)
@@ -103,7 +103,7 @@ def _shorten_views(joint: Joint) -> None:
 
 
 def _merge_duplicates(joint: Joint, late: bool) -> None:
-    """Compute once what several nodes of the same half compute."""
+    """Merge nodes of the same half that compute the same."""
     forward = ancestors(joint.results[0])
     seen: dict[Hashable, Node] = {}
     for node in filter(is_call, joint.graph.nodes):
@@ -116,7 +116,7 @@ def _merge_duplicates(joint: Joint, late: bool) -> None:
 
 
 def _key(node: Node) -> Hashable:
-    """Return a key that is equal for nodes that compute the same; None if unknown."""
+    """Return a key that is equal for nodes that compute the same, if it is known."""
     if "empty" in str(node.target):
         return None
     if is_tensor(node) and base(node) is not None:
@@ -224,7 +224,7 @@ def _drop_dead(joint: Joint) -> None:
 
 
 def require_same(symbolic: Joint, stage: DifferentiableStage) -> None:
-    """Raise StageError where a trace with numbers in the place of its symbols is not the one for these sizes.
+    """Raise StageError where a trace with numbers in place of its symbols is not the trace of these sizes.
 
     A stage may look at a size as at something else than a number: at its text, or at its type.
     """

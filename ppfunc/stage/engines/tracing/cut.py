@@ -1,5 +1,5 @@
-"""Cut a joint trace into the operators of F, of I and of W, order those of each, and choose what the backward
-computes again instead of keeping it.
+"""Cut a joint trace into the operators of F, of I and of W, put each in order, and choose results that the
+backward computes again instead of keeping them.
 """
 
 import math
@@ -74,7 +74,7 @@ class Block(NamedTuple):
 
 
 class ProgramBlocks(NamedTuple):
-    """Hold the parts of a joint trace, one per field of :class:`~ppfunc.stage.program.FlatProgram`."""
+    """Hold the parts of a joint trace, a block per field of :class:`~ppfunc.stage.program.FlatProgram`."""
 
     forward: Block
     backward: Block
@@ -126,7 +126,7 @@ def cut(
 
 
 def early_nodes(joint: Joint) -> set[Node]:
-    """Find what has to be there before a cotangent comes: arguments, F and its operators with effects."""
+    """Find the nodes that must be there before a cotangent: arguments, F and its operators with effects."""
     arguments = {n for n in joint.graph.nodes if n.op in ("placeholder", "get_attr")}
     return arguments | _with_elements(ancestors([*joint.results[0], *joint.effects]))
 
@@ -153,7 +153,7 @@ def _needed(body: set[Node], results: Iterable[Node | None]) -> Nodes:
 
 
 def _in_order(body: set[Node], results: tuple[Maybe, ...]) -> Iterator[Node]:
-    """Yield calls of the backward in the order of the trace, those of the forward right before their use."""
+    """Yield calls of the backward in the order of the trace, calls of the forward right before their use."""
     late = sorted(n for n in body if not is_of_forward(operator_of(n)))
     todo, done = [*late, *(n for nodes in results for n in nodes if n is not None)][::-1], set[Node]()
     while todo:
@@ -216,7 +216,7 @@ def waited_late(body: Iterable[Node]) -> Iterator[Node]:
 
 
 def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:
-    """Count the bytes of the storages of ``residuals``, each once, without those of parameters.
+    """Count the bytes of the storages of ``residuals``, each once, without the storages of parameters.
 
     Raises:
         StageError: one is sparse.
@@ -252,7 +252,7 @@ _ON_CPU, _ELSEWHERE, _COMMUNICATED = 50.0, 500.0, 1000.0
 
 
 def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
-    """Cut the trace so that the backward computes again what ``remat`` says.
+    """Cut the trace so that the backward computes again as ``remat`` says.
 
     Results of random operators are always kept. No operator runs more than twice; with ``"full"``, where W
     computes again what it would get from I, no more than three times.
@@ -260,7 +260,7 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
     Args:
         joint: the trace.
         remat: see :func:`~ppfunc.stage.graph`.
-        name: of the stage, for errors.
+        name: the name of the stage in errors.
 
     Raises:
         StageError: a pattern names nothing.
@@ -306,7 +306,7 @@ def _asked(joint: Joint, calls: Iterable[Node], predicate: Predicate) -> set[Nod
 
 
 def _by_place(joint: Joint, remat: Mapping[str, Any], name: str) -> ProgramBlocks:
-    """Compute again what is chosen for each module; elsewhere what is cheap."""
+    """Compute again the choice for each module; elsewhere cheap results."""
     early = early_nodes(joint)
     again, full, cheap = set[Node](), set[Node](), repeatable(joint)
     for pattern, calls in _stretches(sorted(filter(is_call, early)), remat, name):
@@ -325,12 +325,12 @@ def _by_place(joint: Joint, remat: Mapping[str, Any], name: str) -> ProgramBlock
 def _stretches(
     calls: Sequence[Node], patterns: Collection[str], stage: str
 ) -> Iterator[tuple[str, set[Node]]]:
-    """Group the calls of a forward by the modules that patterns name; a module has those of its submodules.
+    """Group the calls of a forward by the modules that patterns name; calls of submodules count.
 
     Args:
-        calls: in order.
-        patterns: the first that matches counts.
-        stage: its name, for errors.
+        calls: the calls, in order.
+        patterns: patterns, the first that matches counts.
+        stage: the name of the stage in errors.
 
     Yields:
         A pattern, and calls of one module that follow one another.
@@ -392,7 +392,7 @@ def _boundaries(joint: Joint) -> set[Node]:
     ends = [a for a, b in pairwise([*ends, len(calls) - 1]) if total[a] < total[b]] + [len(calls) - 1]
 
     def cheapest(most: float) -> tuple[float, tuple[int, ...]]:
-        """Choose the ends of blocks that need at most so many bytes; return what they keep, and them."""
+        """Choose the ends of blocks that need at most ``most`` bytes; return kept bytes and ends."""
         best: dict[int, tuple[float, tuple[int, ...]]] = {-1: (0, ())}
         for end in ends:
             starts = [b for b in best if held[end + 1] - held[b + 1] <= most]
@@ -411,7 +411,7 @@ def _boundaries(joint: Joint) -> set[Node]:
 
 
 def _twice(joint: Joint, again: set[Node]) -> set[Node]:
-    """Choose the operators of I that W computes itself, so that little is held from one to the other.
+    """Choose the operators of I that W computes itself, so that little is held between the two.
 
     They are those of the forward, and those that make gradients whose bytes are worth it: at a price of
     `_FORWARDS` forwards for all bytes that W would get from I.
@@ -425,12 +425,12 @@ def _twice(joint: Joint, again: set[Node]) -> set[Node]:
 
 
 def _cheap(joint: Joint, again: set[Node], inside: set[Node], twice: Iterable[Node] = ()) -> ProgramBlocks:
-    """Compute again what elementwise operators and norms make of what is kept anyway.
+    """Compute again results of elementwise operators and norms on values that are kept anyway.
 
     That is at most `_SHARE` of the work of a step, and of what saves most for its work.
 
     Args:
-        again, twice: what is computed again beside that, see :func:`cut`.
+        again, twice: calls that run again beside that, see :func:`cut`.
         inside: calls of which some may run again.
     """
     blocks = cut(joint, again, twice)
@@ -457,12 +457,12 @@ def _chosen(
     price: float = math.inf,
     most: float = math.inf,
 ) -> set[Node]:
-    """Choose what to compute of what else is held, instead of holding it: what saves most for its work first.
+    """Choose results to compute instead of holding them: the most saved bytes for their work first.
 
     Args:
-        held: what there is.
+        held: the results that are held.
         inside: the calls that may run.
-        body: those that run anyway.
+        body: the calls that run anyway.
         price: the most work per byte saved.
         most: the most work.
     """
@@ -489,12 +489,12 @@ def _chosen(
 
 
 def _total(joint: Joint, held: Nodes) -> float:
-    """Count the bytes of storages, each once, without those of parameters."""
+    """Count the bytes of storages, each once, without the storages of parameters."""
     return sum(map(_size, set(map(root, held)) - set(joint.params)))
 
 
 def _size(node: Node) -> float:
-    """Return the bytes of the storage of a node, without end for a sparse one."""
+    """Return the bytes of the storage of a node, infinite for a sparse tensor."""
     return bytes_of(root(node)) if is_dense(root(node)) else math.inf
 
 

@@ -78,7 +78,7 @@ class TracedFunction:
     Attributes:
         results: nodes of what it returns, None for no gradient.
         written: the function itself, None until it is written.
-        unread: of a backward, the paths of the parameters on which nothing depends.
+        unread: the paths of the parameters on which nothing depends, of a backward.
     """
 
     unread: tuple[str, ...] = ()
@@ -121,13 +121,13 @@ class TracedFunction:
 
     @cached_property
     def accumulating(self) -> "TracedFunction | None":
-        """Return the function that adds its first results up, see `_accumulating`; None without use."""
+        """Return the function that adds its first results up, if `_accumulating` has a use for it."""
         recipe = _accumulating(self.recipe, self.additions)
         return None if recipe is None else TracedFunction(recipe)
 
     @cached_property
     def additions(self) -> tuple[Addition, ...]:
-        """Group the first results, as they are added up; none of a compiled program, which is one call."""
+        """Group the first results, as they are added up. A compiled program, one call, has no groups."""
         return () if self.recipe.compile else tuple(additions(self.recipe.block))
 
     @property
@@ -145,7 +145,7 @@ class TracedFunction:
         return self.table()
 
     def table(self) -> tuple[Any, ...] | None:
-        """Return the arguments of the program in C++, None where Python runs it."""
+        """Return the arguments of the program in C++, unless Python runs it."""
         return table(self.recipe.block, self.recipe.names, self.recipe.title, self.recipe.settle)
 
     @property
@@ -241,7 +241,7 @@ class _Writer:
                 self.lines.append(f"{node.name} = {node.name}{lazy}.contiguous()")
 
     def calls(self) -> None:
-        """Write the calls of the body, those of a region (``meta["within"]``) in the block of its context."""
+        """Write the calls of the body, calls of a region (``meta["within"]``) in the block of its context."""
         operators = (n for n in self.block.body if not is_element(n))
         for within, nodes in groupby(operators, key=lambda n: n.meta.get("within")):
             if within is not None:
@@ -417,7 +417,7 @@ def find_call(node: Node) -> OperatorCall:
 
 
 def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
-    """Describe what the parser of a binding looks at: types, ranks, lengths, which arguments are the same."""
+    """Describe arguments as parsers of bindings see them: types, ranks, lengths, which are the same."""
     if isinstance(value, Node):
         same, t = numbers.setdefault(value, len(numbers)), value.meta["val"]
         if not (is_tensor(value) and is_dense(value)):
@@ -456,7 +456,7 @@ def _candidates(node: Node) -> Iterator[OperatorCall]:
 def _dispatched(
     call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node
 ) -> list[Any] | None:
-    """List the operators that a call comes down to, and run none.
+    """List the operators that a call comes down to, without running them.
 
     Returns:
         None if it refuses its arguments.
@@ -470,7 +470,7 @@ def _dispatched(
 
 
 class _Observe(TorchDispatchMode):
-    """Notes calls in a form that can be compared, and returns a known result instead of computing one."""
+    """Notes calls in a form that can be compared, and returns a known result instead of computing it."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()

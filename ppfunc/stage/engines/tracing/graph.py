@@ -26,7 +26,7 @@ class GraphRecorder:
     Args:
         owner: names the recorded function in errors.
         entry: the file below which the user's code is called.
-        mend: what to do about an operator that cannot be recorded.
+        mend: the mend of an operator that cannot be recorded.
 
     Attributes:
         graph: the operators, in the order of their calls. ``meta["results"]`` of one that returns several
@@ -76,9 +76,9 @@ class GraphRecorder:
 
         Args:
             target: the operator.
-            args, kwargs: its arguments, with nodes for tensors.
-            result: what it has returned.
-            name: of the node.
+            args, kwargs: the arguments, with nodes for tensors.
+            result: the result of the call.
+            name: the name of the node.
         """
         node = call_node(self.graph, target, args, kwargs, name)
         if isinstance(result, torch.Tensor):
@@ -138,7 +138,7 @@ def arguments(node: Node) -> tuple[Any, ...]:
 
 
 def is_call(node: Node) -> bool:
-    """Tell whether the node calls an operator, or takes one of its results."""
+    """Tell whether the node calls an operator, or takes a result of it."""
     return node.op == "call_function"
 
 
@@ -198,7 +198,7 @@ def is_mutable(node: Node) -> bool:
 
 
 def base(node: Node) -> Node | None:
-    """Return the node of which ``node`` is a view, None if it is its own storage."""
+    """Return the node of which ``node`` is a view, unless it is its own storage."""
     if is_element(node):
         return base(arguments(node)[0])
     viewed = isinstance(node.target, OpOverload) and is_view(node.target) and node.args[0]
@@ -236,7 +236,7 @@ def layout(node: Node) -> Any:
 
 
 def always_equal(value: Any) -> Hashable:
-    """Return a key of sizes, or tuples of them, that is equal for those that are always equal."""
+    """Return a key of sizes, or tuples of them, that is equal where the sizes are always equal."""
     return map_aggregate(value, lambda v: expression(v) if isinstance(v, torch.SymInt) else v)
 
 

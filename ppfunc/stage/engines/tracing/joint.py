@@ -63,7 +63,7 @@ class Joint(NamedTuple):
 
     @property
     def results(self) -> tuple[Nodes, Maybe, Maybe]:
-        """Return what is wanted of the trace.
+        """Return the nodes of the outputs and gradients of the trace.
 
         Returns:
             The leaves of ``y`` and of the auxiliary output; the gradients of the differentiable parameters,

@@ -51,7 +51,7 @@ class Addition(NamedTuple):
     """Describe gradients that are added up together.
 
     Args:
-        after: how many calls run before.
+        after: the number of calls that run before.
         numbers: the leaves, ascending.
         fresh: whether nothing else lies in their memory.
     """
@@ -70,7 +70,7 @@ def lives_of(block: Block, made: Mapping[Node, int] | None = None) -> dict[Hasha
     """Find the storages of the arguments, and of all that is made, until their last use.
 
     Args:
-        made: of results that the block drops after their last use, the numbers of the calls.
+        made: the numbers of the calls whose results the block drops after their last use.
     """
     body, last = calls_of(block), dict(made or {})
     last |= {a: i for i, node in enumerate(body) for a in node.all_input_nodes}
@@ -109,7 +109,7 @@ def results_of(node: Node) -> Iterator[tuple[Hashable, torch.Tensor, Node | None
 
 
 def source(node: Node, result: Any = None) -> Node | None:
-    """Return the argument in whose memory the result of a call lies, None for a new one."""
+    """Return the argument in whose memory the result of a call lies, unless that is new."""
     if (viewed := base(node)) is not None:
         return viewed
     memory = _memory(node.meta.get("val") if result is None else result)

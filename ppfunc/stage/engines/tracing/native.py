@@ -79,7 +79,7 @@ class _Library:
             )
 
     def _attempt(self, call: Callable[..., None], *args: Any) -> None:
-        """Note why the library will not be there, whatever ``call`` raises: programs in Python do without."""
+        """Note why the library will not be there, for any error of ``call``; Python do without."""
         try:
             call(*args)
         except subprocess.CalledProcessError as error:
@@ -145,7 +145,7 @@ def native(write: Callable[[], tuple[Any, ...] | None]) -> Program | Literal[Fal
 
 
 def _folder() -> Path | None:
-    """Return the folder of the library, None for a user without a home."""
+    """Return the folder of the library; a user without a home lacks it."""
     named = os.environ.get("PPFUNC_CACHE") or os.environ.get("TORCH_EXTENSIONS_DIR")
     try:
         return Path(named or "~/.cache/torch_extensions").expanduser()
@@ -154,7 +154,7 @@ def _folder() -> Path | None:
 
 
 def _key() -> str:
-    """Digest what the library depends on."""
+    """Digest all that the library depends on."""
     parts = (torch.__version__, sysconfig.get_config_var("SOABI"), *_FLAGS, _SOURCE.read_text())
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[:16]
 
@@ -216,8 +216,8 @@ def table(
     """Write the table of a program.
 
     Args:
-        block: its part of a trace.
-        names: of its arguments; ``into`` is no tuple of tensors, but what gradients are added to.
+        block: a part of a trace.
+        names: the names of its arguments; ``into`` is no tuple of tensors, but the sums of gradients.
         title: ends with its name.
         settle: names of the arguments whose tensors may come with any strides.
 
