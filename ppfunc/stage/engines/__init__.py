@@ -86,9 +86,9 @@ def graph(
             within rounding, no longer bitwise. What inductor has compiled it keeps in its folder on disk.
         dynamic: whether step functions trace once for all sizes of inputs and extras for which a stage takes
             the same path: at the second form of the arguments, with symbols for the sizes that differ from
-            the first. A program gets the numbers of each further form in milliseconds, and is what a trace for
-            this form would be. Where what the stage or an operator decided by a size, or a number that is no
-            integer, would differ, it is traced again. Which residuals are kept is decided at the traced
+            the first. A program gets the numbers of each further form in milliseconds, and equals a trace of
+            this form. Where a decision of the stage or an operator by a size, or a number that is no integer,
+            would differ, it is traced again. Which residuals are kept is decided at the traced
             sizes. Sizes of 0 and 1, and of DTensors, do not vary. A stage that uses a size as anything but a
             number, or changes an attribute of a module, is traced for every form, with one warning. It reads
             only arguments and constants: a change elsewhere is not seen. The stages of a model that was split
