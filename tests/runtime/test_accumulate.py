@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.stage.engines.tracing import lifetimes
+from ppfunc.stage.engines.tracing import cut
 from ppfunc.stage.tree import tree_leaves
 from tests.live import Live
 from tests.models import normal, squared
@@ -44,7 +44,7 @@ def in_parts(monkeypatch, run):
     """What is made with all gradients at once, two at once, and one after the other."""
     made = []
     for size in (2**20, 2 * SIZE, 1):
-        monkeypatch.setattr(lifetimes, "_TOGETHER", size)
+        monkeypatch.setattr(cut, "_TOGETHER", size)
         made.append(run())
     return [tree_leaves(one) for one in made]
 
@@ -147,7 +147,7 @@ def test_nothing_but_the_sums_is_written(build, options, size, monkeypatch):
     """The gradients are those of all microbatches, whatever is their memory; results of earlier steps, the
     parameters and the batch stay.
     """
-    monkeypatch.setattr(lifetimes, "_TOGETHER", size)
+    monkeypatch.setattr(cut, "_TOGETHER", size)
     schedule = build(2, 4)
     stages = sorted(set(schedule.model_stages))
     shapes = {"b": (WIDTH,), "f": (3, WIDTH)}
@@ -172,7 +172,7 @@ def test_nothing_but_the_sums_is_written(build, options, size, monkeypatch):
     kept = pp.stage.tree.tree_map(torch.clone, [first, second])
     step(params, inputs, targets)
     with monkeypatch.context() as patch:
-        patch.setattr(lifetimes, "_is_fresh", lambda *_: False)  # all are borrowed
+        patch.setattr(cut, "_is_fresh", lambda *_: False)  # all are borrowed
         wanted = made()[:2]
     for one, other, again in zip(*map(tree_leaves, ([first, second], wanted, kept)), strict=True):
         assert torch.equal(one, other) and torch.equal(one, again)

@@ -9,7 +9,7 @@ import torch
 
 from ppfunc.stage import graph
 from ppfunc.stage._torch import storage
-from ppfunc.stage.engines.tracing import lifetimes
+from ppfunc.stage.engines.tracing import cut
 from ppfunc.stage.tree import tree_leaves
 from tests.live import Live
 
@@ -57,7 +57,7 @@ def cotangents(program):
 @pytest.fixture
 def together(monkeypatch):
     """Set how many bytes of gradients are added up together."""
-    return lambda size: monkeypatch.setattr(lifetimes, "_TOGETHER", size)
+    return lambda size: monkeypatch.setattr(cut, "_TOGETHER", size)
 
 
 @pytest.mark.filterwarnings("ignore:.*nothing depends on")

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppfunc as pp
 from ppfunc.stage import graph
-from ppfunc.stage.engines.tracing import lifetimes, native
+from ppfunc.stage.engines.tracing import cut, native
 from tests.stage.test_accumulate import Given, chain, chained
 
 pytestmark = [pytest.mark.compiler, pytest.mark.filterwarnings("ignore:.*nothing depends on")]
@@ -93,7 +93,7 @@ def test_residuals_are_freed_after_their_last_use(in_cpp):
     flat = program.flat
     leaves = tuple(t for pair in params for t in pair)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lifetimes, "_TOGETHER", 1)
+        patch.setattr(cut, "_TOGETHER", 1)
         (y,), residuals = flat.forward.fastest()(leaves, (x,), ())
         made = [t for t in residuals if not any(t is p for p in (*leaves, x))]
         refs = [weakref.ref(t) for t in made]
@@ -154,7 +154,7 @@ def test_views_are_made_again_without_their_operators(in_cpp):
 
 @torch.no_grad()
 def test_gradients_are_added_up_while_a_program_runs(in_cpp, monkeypatch):
-    monkeypatch.setattr(lifetimes, "_TOGETHER", 1)
+    monkeypatch.setattr(cut, "_TOGETHER", 1)
     params, x = chained()
     program = graph(chain, (params, x)).flat
     leaves = tuple(t for pair in params for t in pair)
@@ -170,7 +170,7 @@ def test_gradients_are_added_up_while_a_program_runs(in_cpp, monkeypatch):
 @torch.no_grad()
 def test_gradients_are_added_in_place_without_python(in_cpp, monkeypatch):
     """To the sums that are given; those of a part with a leaf that has none go by `add`."""
-    monkeypatch.setattr(lifetimes, "_TOGETHER", 1)
+    monkeypatch.setattr(cut, "_TOGETHER", 1)
     params, x = chained()
     program = graph(chain, (params, x)).flat
     leaves, gy = tuple(t for pair in params for t in pair), (torch.ones(2, 64),)

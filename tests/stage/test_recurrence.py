@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppfunc as pp
-from ppfunc.stage.abstract.differentiable import WithoutCudnn
+from ppfunc.stage.abstract.outline import WithoutCudnn
 from tests.models import normal, squared
 
 

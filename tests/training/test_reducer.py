@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 
 from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage import LeafSignature, graph
-from ppfunc.stage.engines.tracing import lifetimes
+from ppfunc.stage.engines.tracing import cut
 from ppfunc.training.update.reducer import Reducer
 from ppfunc.training.update.sharding import Sums, shard
 from tests.live import Live
@@ -93,7 +93,7 @@ def test_sums_of_gradients_that_come_in_parts(microbatches):
 @torch.no_grad()
 def test_a_backward_holds_few_gradients_beside_the_buckets(monkeypatch):
     """Those of a layer, where all would be six."""
-    monkeypatch.setattr(lifetimes, "_TOGETHER", 1)
+    monkeypatch.setattr(cut, "_TOGETHER", 1)
 
     def chain(params, x):
         for w in params:

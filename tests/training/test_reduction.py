@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 import ppfunc as pp
 from ppfunc.schedule import Op
 from ppfunc.stage._torch import TorchDispatchMode
-from ppfunc.stage.engines.tracing import lifetimes
+from ppfunc.stage.engines.tracing import cut
 from ppfunc.stage.tree import tree_leaves, tree_map
 from tests import models
 from tests.models import affine, new_trainer, same_bits, squared
@@ -86,7 +86,7 @@ def accumulated(rank, size, together):
     """
     mesh, made = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")), []
     params, x, y = problem(1)
-    before, lifetimes._TOGETHER = lifetimes._TOGETHER, together
+    before, cut._TOGETHER = cut._TOGETHER, together
     stages = [lambda p, x: affine(p, torch.tanh(x @ p["w"]))]
     options = {"axes": AXES, "precision": pp.Precision(reduce=torch.float32)}
     for shard, build in (
@@ -102,7 +102,7 @@ def accumulated(rank, size, together):
             for _ in range(3):
                 state, _ = trainer.step(state, x, y)
             made += [t.full_tensor() if isinstance(t, DTensor) else t for t in tree_leaves(state)]
-    lifetimes._TOGETHER = before
+    cut._TOGETHER = before
     return made
 
 

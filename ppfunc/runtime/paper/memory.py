@@ -17,9 +17,9 @@ from ppfunc.stage import LeafSignature, Signature, StageError, StageProgram
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
 from ppfunc.stage.abstract.output import children
 from ppfunc.stage.device import preserve_rng
+from ppfunc.stage.engines.tracing.cut import Addition, calls_of, source
 from ppfunc.stage.engines.tracing.emit import OperatorCall, TracedFunction, write
 from ppfunc.stage.engines.tracing.graph import is_of_forward
-from ppfunc.stage.engines.tracing.lifetimes import Addition, calls_of, source
 from ppfunc.stage.layout import local
 from ppfunc.stage.program import Example, FlatProgram
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths

@@ -9,7 +9,7 @@ One evaluation gives the outline of a stage::
         calls       every operator is noted, for ranks that hold the same stage to compare
       captures      what the stage reads beside its arguments, for which its outline holds
       output        what it returns beside ``y``, and a loss function as a part of the last stage
-    differentiable  the stage as a function of its differentiable leaves, for every engine
 
+It ends with the stage as a function of its differentiable leaves, for every engine.
 The engines use `evaluation` and `purity` also where a stage runs or is traced.
 """

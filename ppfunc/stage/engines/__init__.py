@@ -1,11 +1,10 @@
 """Differentiate a stage: the engines ``graph``, ``functional`` and ``eager``.
 
 An engine is a function ``engine(fn, example) -> StageProgram``. All reduce the stage to a function of its
-differentiable leaves (`ppfunc.stage.abstract.differentiable`), and give the same gradients::
+differentiable leaves (`ppfunc.stage.abstract.outline`), and give the same gradients::
 
-    graph        trace forward and backward (`tracing.joint`), clean the trace (`tracing.clean`), choose
-                 what is computed again and cut it in F, I and W (`tracing.cut`), write each as Python
-                 (`tracing.emit`)
+    graph        trace forward and backward, and clean the trace (`tracing.joint`), choose what is computed
+                 again and cut it in F, I and W (`tracing.cut`), write each as Python (`tracing.emit`)
     functional   torch.func.vjp at every forward
     eager        the tape of autograd, one per forward
 """
@@ -21,8 +20,8 @@ import torch
 from ppfunc._checks import with_arguments
 
 from .._torch import any_autocast, without_autocast
-from ..abstract.differentiable import DifferentiableStage, contiguous, engine
 from ..abstract.evaluation import DATA_DEPENDENT, stand_ins, without_values
+from ..abstract.outline import DifferentiableStage, contiguous, engine
 from ..errors import StageError, by_dtensor, first_line, line_of, other_engine, refuse_own
 from ..program import Engine, Example, FlatProgram, Gradients, Leaves, StageProgram
 from ..signature import differentiable
@@ -161,10 +160,9 @@ def _graph(
 ) -> tuple[FlatProgram, int]:
     """Trace a stage, and cut its trace in programs. Whoever varies sizes asks for ``dynamic=False``."""
     # A tenth of this package, for stages that are traced.
-    from .tracing.clean import clean, require_same
     from .tracing.cut import cut_for, residual_bytes
     from .tracing.emit import programs, without_onednn
-    from .tracing.joint import trace
+    from .tracing.joint import clean, require_same, trace
 
     if dynamic:
         raise ValueError(

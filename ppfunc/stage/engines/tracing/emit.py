@@ -41,7 +41,7 @@ from ..._torch import (
 )
 from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace
 from ...program import FlatProgram, Numbers
-from .cut import Block, ProgramBlocks, posted_early, waited_late
+from .cut import Addition, Block, ProgramBlocks, additions, calls_of, posted_early, waited_late
 from .graph import (
     always_equal,
     arguments,
@@ -54,7 +54,6 @@ from .graph import (
     named_arguments,
 )
 from .joint import Nodes
-from .lifetimes import Addition, additions, calls_of
 from .native import RECORDING, native, table
 
 _writing = threading.RLock()  # one thread at a time
