@@ -107,7 +107,7 @@ def trained(rank, size, port):
         with row.make(transport) as trainer:
             state = trainer.init({s: parts.params[s] for s in mine})
             for _ in range(STEPS):
-                trainer._calls.idle.clear()  # whose memory would not be made within
+                trainer._idle.clear()  # whose memory would not be made within
                 held = [local(t) for t in tree_leaves((state, x, y)) if t is not None]
                 with LiveStorages(held) as counted:
                     state, metrics = trainer.step(state, x, y)

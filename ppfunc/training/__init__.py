@@ -1,15 +1,13 @@
 """Train with gradients: the trainer, optimizers, the update of parameters, and checkpoints::
 
 trainer.py    Trainer: init, step, steps, evaluate, record, lower
-  calls.py      what runs its calls, under one schedule, and remembers the last; a step from shapes alone
-  batches.py    what the caller gives for the steps of a call
   update/       what lies between gradients and new parameters
     optim/        optimizers as pairs of pure functions, run stage by stage
 checkpoint/   saves and loads states
 
 A step, from the call to the kernel::
 
-    Trainer.step -> Calls.train -> the step function (runtime/step), which asks _arguments, and calls for each
+    Trainer.step -> the step function (runtime/step), which asks TrainingUpdate.read, and calls for each
     REDUCE_GRAD  TrainingUpdate.reduce -> Reducer.launch: sums over data ranks begin
     between      TrainingUpdate.join: loss and norm of all ranks, which give the factor of the gradients
     STEP         TrainingUpdate.step -> StageUpdate -> Optimizer.update (optim/updates.py) -> kernel

@@ -1,32 +1,116 @@
 """Train pipelines step by step: gradients, their sums and the update in one schedule."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from operator import call
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from ppfunc._checks import naming_arguments, not_copied
-from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport
-from ppfunc.runtime.lowering.lower import Overlapped
-from ppfunc.runtime.lowering.ties import TiedPlaces
-from ppfunc.runtime.values.arguments import LossWeights, Seed
-from ppfunc.schedule import Schedule, Timeline
+from ppfunc.runtime import (
+    InProcess,
+    LoweredFunction,
+    Microbatches,
+    StepFunction,
+    StepResult,
+    StepSpec,
+    Transport,
+)
+from ppfunc.runtime.lowering.lower import LoweredStep, Overlapped
+from ppfunc.runtime.lowering.stage_programs import StagePrograms
+from ppfunc.runtime.lowering.ties import TiedPlaces, require_declared_trees
+from ppfunc.runtime.paper.analysis import Shown
+from ppfunc.runtime.paper.memory import Completed
+from ppfunc.runtime.values.arguments import (
+    LossWeights,
+    RawArguments,
+    Seed,
+    StepArguments,
+    require_trees,
+    require_values,
+)
+from ppfunc.schedule import (
+    Schedule,
+    Timeline,
+    append_tail,
+    forward_only,
+    insert_unshards,
+    reduce_early,
+    remove_tail,
+    remove_unshards,
+    with_skips,
+)
+from ppfunc.schedule.errors import require_schedule
 from ppfunc.splitter import Split
-from ppfunc.stage import Engine, Loss, graph
+from ppfunc.stage import Engine, Loss, Signature, graph
 from ppfunc.stage.frozen import FrozenLeaves, Trainable
+from ppfunc.stage.layout import distributed, layout_of, local
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map
 from ppfunc.steps import Stages, make_step, reporting_mistakes, unpacked
 
-from .batches import Batches
-from .calls import Calls, History, LoweredTraining
-from .optim.protocols import Optimizer
-from .update.comparison import KnownState
+from .optim.optimizer import Optimizer, Tree
+from .update.buckets import Reducer
+from .update.initial_state import initial_state
+from .update.parameter_update import TrainingUpdate
 from .update.precision import Precision
-from .update.states import ReduceState, StateRule, UpdateState
-from .update.train_state import Metrics as Metrics, TrainState as TrainState
-from .update.update_rule import OnNonfinite, UpdateRule
+from .update.ranks import TrainingRanks
+from .update.state import LastState, Metrics as Metrics, StageTrees, TrainState as TrainState, stages_of
+from .update.update_rule import OnNonfinite, ReduceState, StateRule, UpdateRule, UpdateState
+
+
+class LoweredTraining(Shown):
+    """Shows a training step that was lowered and has not run; :meth:`Trainer.lower` returns it.
+
+    Bytes are those of ``value_and_grad(...).lower(...)`` with the state and its update; operations are
+    counted without those of sums and updates.
+
+    Args:
+        step: the gradients.
+        state: before the step, on the device meta.
+        rule: how gradients become new parameters.
+        ranks: those that train together.
+        inputs: as the caller gives them, on the device meta.
+    """
+
+    def __init__(
+        self, step: LoweredFunction, state: TrainState, rule: UpdateRule, ranks: TrainingRanks, inputs: Any
+    ) -> None:
+        super().__init__(step.step, step.programs)
+        self.state, self._rule, self._ranks, self._inputs = state, rule, ranks, inputs
+
+    def _completed(self, step: LoweredStep, arguments: StepArguments) -> Completed:
+        """Complete the arguments of a rank by an update, whose collectives move nothing."""
+        stages, devices = step.schedule.model_stages_of(step.ranks[0]), step.form.devices
+
+        def empty(trees: Mapping[int, Tree]) -> dict[int, Tree]:
+            return {s: tree_map(partial(_empty_on, devices[s]), trees[s]) for s in stages if s in trees}
+
+        here, of = partial(_empty_on, devices[stages[0]]), self.state
+        state = TrainState(
+            here(of.step),
+            empty(of.params),
+            empty(of.optimizer),
+            tree_map(here, of.scale),
+            empty(of.stage_state),
+        )
+        ranks = self._ranks.on_paper(step.ranks)
+        update = TrainingUpdate(self._rule, ranks, {}, {}, known=True)
+        update.begin_from(state)
+        (weights,) = update.begin([None])
+        params = {s: ranks.for_step(tree, self._rule.precision) for s, tree in state.params.items()}
+        arguments = replace(
+            arguments, params=_local_leaves(params), state=_local_leaves(state.stage_state),
+            scale=state.scale.get("scale"), update=update,
+        )  # fmt: skip
+        kept = "shards" if ranks.shards_params else "masters"
+        first = step.schedule.model_stages[step.schedule.chains[0].stages[0]]
+        inputs = self._inputs if isinstance(self._inputs, Microbatches) else [self._inputs]
+        given = [leaf for tree in inputs for leaf in tree_leaves(tree) if first in stages]
+        cast = [here(leaf) for leaf in given if self._rule.precision.to_compute(leaf) is not leaf]
+        read = [*cast, state.step, state.scale, () if weights is None else weights]
+        return arguments, {kept: state.params, "optimizer": state.optimizer, "batch": read}
 
 
 @naming_arguments
@@ -70,12 +154,13 @@ class Trainer:
         overlapped: as in :func:`value_and_grad`, for schedules such as ``dualpipev``.
 
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage gets the local tensors.
-    In every step, ranks compare their options, the hyperparameters of optimizer and scale, and the seed;
-    before the first step and after a failure also updates of constants by the optimizer, and checksums of the
-    states of data ranks, and of what the ranks of a pipeline, and along the axis ``model``, are given of one
-    batch. A state that no step of this trainer has returned, or that was written into since,
-    is compared like the first. Frozen parameters stay as they are, without gradients, optimizer state or
-    master copies. Ranks that hold one parameter have to agree that it is frozen.
+    In every step, ranks compare their options, the hyperparameters of optimizer and scale, and the seed. For
+    a state that is not that of the last step, as the first one or one that was loaded, after a failure, and
+    every ``checksum_every`` steps, they also compare updates of constants by the optimizer, checksums of the
+    states of data ranks, and of the batch that the ranks of a pipeline, and along the axis ``model``, are
+    given. A state that was written into on one rank is found then. Frozen parameters stay as they are,
+    without gradients, optimizer state or master copies. Ranks that hold one parameter have to agree that it
+    is frozen.
 
     Raises:
         ScheduleError, ValueError, TypeError: as :func:`value_and_grad`; arguments that do not fit together.
@@ -120,24 +205,36 @@ class Trainer:
                 frozen=frozen,
                 overlapped=overlapped,
             )
-            make = partial(
-                make_step, stages, loss_fn, transport=self.transport, engine=engine,
-                read=call,  # of a function that makes the arguments: its errors fail the step on all ranks
-            )  # fmt: skip
-            history = History(KnownState(checksum_every), split)
-            self._calls = Calls(schedule, spec, rule, self.transport, make, history)
+            self._make_step = partial(
+                make_step, stages, loss_fn, transport=self.transport, engine=engine, read=TrainingUpdate.read
+            )
+            self._rule, self._spec, self._split, self._last = rule, spec, split, LastState(checksum_every)
+            self._run_by(schedule)
+
+    def _run_by(self, schedule: Schedule, programs: StagePrograms | None = None) -> None:
+        """Make the step functions of a schedule, completed by the sums, the updates and the gathers."""
+        spec = self._spec
+        trained, forwards = completed(schedule, spec.sharded, bool(spec.tied))
+        self._ranks = TrainingRanks.of(trained, spec.tied, self.transport)
+        self._step: StepFunction[..., Any] = self._make_step(schedule=trained, spec=spec, programs=programs)
+        evaluating = spec._replace(name=f"evaluation of {spec.name}", finite=False, overlapped=None)
+        self._forward: StepFunction[..., Any] = self._make_step(
+            schedule=forwards, spec=evaluating, training=False, programs=self._step.pipeline.programs
+        )
+        self._idle: dict[int, list[Reducer]] = {}
+        self._trees: dict[int, StageTrees] = {}  # of the state that was read last
 
     @property
     def schedule(self) -> Schedule:
         """Return the schedule that trains, with its sums and updates."""
-        return self._calls.schedule
+        return self._ranks.schedule
 
     __reduce__ = not_copied(
         "a trainer", "save its state by ppfunc.checkpoint.save, and make a trainer in each process"
     )
 
     def __repr__(self) -> str:
-        return f"<trainer of {self._calls.step!r}>"
+        return f"<trainer of {self._step!r}>"
 
     def with_schedule(self, schedule: Schedule) -> Self:
         """Return the trainer that goes on with the same state by another schedule, and keeps the programs.
@@ -157,7 +254,17 @@ class Trainer:
         trainer = object.__new__(type(self))
         trainer.__dict__ |= self.__dict__
         with reporting_mistakes(self.transport):
-            trainer._calls = self._calls.under(schedule)
+            before = self.schedule
+            require_schedule(schedule)
+            if (schedule.placement, schedule.model_stages) != (before.placement, before.model_stages):
+                raise ValueError(
+                    f"schedule: got {schedule.name!r} with stages on ranks {list(schedule.placement)}; the"
+                    f" state lies on {list(before.placement)}: plan with"
+                    " placement=trainer.schedule.placement, or save, and load into a trainer of this schedule"
+                )
+            edges = {(before.model_stages[a], before.model_stages[b]) for a, b in before.skips}
+            schedule = with_skips(schedule, edges) if edges else schedule
+            trainer._run_by(schedule, self._step.pipeline.programs)
         return trainer
 
     @naming_arguments
@@ -185,9 +292,26 @@ class Trainer:
                 holds; stages that share memory and are not tied, which updates would drive apart; a state
                 with several data ranks, each of which would get another; a state of another optimizer.
         """
-        return self._calls.init(
-            params, {} if state is None else state, {} if optimizer is None else optimizer
-        )
+        return self._init(params, {} if state is None else state, {} if optimizer is None else optimizer)
+
+    def _init(
+        self, params: Mapping[int, Any], state: Mapping[int, Any], optimizer: Mapping[int, Any],
+        *, valued: bool = True,
+    ) -> TrainState:  # fmt: skip
+        """Make the state before the first step; its tensors have values unless ``valued`` is False."""
+        self._require_open()
+        stages = self._ranks.stages
+        require_trees("params", params, stages)
+        require_trees("state", state, stages, some=True)
+        require_trees("optimizer", optimizer, stages, some=True)
+        if self._split is not None:
+            self._split.require_form(params, state)
+        initial = initial_state(self._rule, self._ranks, self.transport.device, params, state, optimizer)
+        stages_of(self._rule, self._ranks, initial, self._trees)  # raises for an optimizer of other states
+        for name, trees in (("params", initial.params), ("state", initial.stage_state)) if valued else ():
+            for s, (leaves, treedef) in ((s, tree_flatten(tree)) for s, tree in trees.items()):
+                require_values(f"{name}[{s}]", treedef, [leaf.device for leaf in leaves])
+        return initial
 
     @naming_arguments
     def step(
@@ -210,17 +334,18 @@ class Trainer:
 
         Returns:
             The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer has
-            ``donate=True``: then it cannot be used again, not even after a step that failed once some of it
-            was updated.
+            ``donate=True``: then it is gone, also after a step that failed once some of it was updated, and
+            so are other states of its tensors, as of another trainer. A second use of ``state`` raises.
 
         Raises:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as
                 :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
-        wanted = return_losses, return_outputs, return_norms
-        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], *wanted)
-        after, metrics = self._calls.train(state, batches)
-        return after, metrics[0]
+        run = self._step.returning(*_wanted(return_losses, return_outputs))
+        batch = [(inputs, targets)], [loss_weights], seed, [extras]
+        update, result = self._run(run, self._rule, state, batch, return_norms)
+        after, (metrics,) = _state_and_metrics(update, result)
+        return after, metrics
 
     def steps(
         self, state: TrainState, batches: Sequence[tuple[Any, Any]], *,
@@ -247,8 +372,9 @@ class Trainer:
         Raises:
             As :meth:`step`.
         """
-        wanted = return_losses, return_outputs, return_norms
-        return self._calls.train(state, Batches(batches, loss_weights, seed, extras, *wanted))
+        run = self._step.returning(*_wanted(return_losses, return_outputs))
+        given = batches, loss_weights, seed, extras
+        return _state_and_metrics(*self._run(run, self._rule, state, given, return_norms))
 
     def record(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
@@ -260,10 +386,11 @@ class Trainer:
         Returns:
             The result of :meth:`step`, and the timeline of all ranks of this pipeline, in seconds.
         """
-        wanted = return_losses, return_outputs, return_norms
-        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], *wanted)
-        (after, metrics), timeline = self._calls.record(state, batches)
-        return (after, metrics[0]), timeline
+        run = self._step.returning(*_wanted(return_losses, return_outputs)).record
+        batch = [(inputs, targets)], [loss_weights], seed, [extras]
+        update, (result, timeline) = self._run(run, self._rule, state, batch, return_norms)
+        after, (metrics,) = _state_and_metrics(update, result)
+        return (after, metrics), timeline
 
     @naming_arguments
     def evaluate(
@@ -286,12 +413,31 @@ class Trainer:
         Raises:
             As :meth:`step`.
         """
-        batches = Batches([(inputs, targets)], [loss_weights], seed, [extras], return_losses, return_outputs)
-        metrics, result = self._calls.evaluate(state, batches)
-        if not batches.wanted and not has_aux:
+        wanted = _wanted(return_losses, return_outputs)
+        rule = self._rule._replace(on_nonfinite="ignore", optimizer=self._rule.optimizer._replace(rate=None))
+        batch = [(inputs, targets)], [loss_weights], seed, [extras]
+        update, result = self._run(self._forward.returning(*wanted), rule, state, batch)
+        (metrics,) = update.metrics
+        if not wanted and not has_aux:
             return metrics.loss
         aux = result.aux if has_aux else None
         return StepResult(metrics.loss, outputs=result.outputs, aux=aux, losses=metrics.losses)
+
+    def _run(
+        self, run: Callable[..., Any], rule: UpdateRule, state: TrainState, batches: tuple[Any, ...],
+        by_leaf: bool = False,
+    ) -> tuple[TrainingUpdate, Any]:  # fmt: skip
+        """Run a call on a state and the batches of its steps; return the update, and what ``run`` returns."""
+        self._require_open()
+        last, generation, trains = self._last, self.transport.generation, rule is self._rule
+        known = last.goes_on(state, generation)
+        if trains:  # an evaluation leaves the state as it is; an interrupt may take the result of a step
+            last.forget()
+        update = TrainingUpdate(rule, self._ranks, self._trees, self._idle, known, by_leaf)
+        result = run(update, state, *batches)
+        if trains:
+            last.note(update.state, generation, len(update.metrics))
+        return update, result
 
     @naming_arguments
     def lower(
@@ -310,11 +456,36 @@ class Trainer:
         Raises:
             As :meth:`init` and :meth:`step`.
         """
-        return self._calls.lower(params, inputs, targets, state, extras)
+        initial, batch = list[TrainState](), on_meta(inputs)
+        update = TrainingUpdate(self._rule, self._ranks, self._trees, {}, known=True)
+
+        def read() -> list[RawArguments]:  # what it raises fails the call on all ranks
+            initial.append(
+                self._init(on_meta(params), {} if state is None else on_meta(state), {}, valued=False)
+            )
+            # Only tensors with values can be seen to share memory.
+            valued = {s: tree for s, tree in params.items() if not isinstance(tree, Signature)}
+            require_declared_trees(valued, self._ranks.tied)
+            tensors = ((s, leaf) for s, tree in params.items() for leaf in tree_leaves(tree))
+            devices = {
+                s: leaf.device for s, leaf in tensors if isinstance(leaf, torch.Tensor) and not leaf.is_meta
+            }
+            steps = update.read(initial[0], [(batch, on_meta(targets))], None, None, [extras])
+            return [replace(each, devices=devices) for each in steps]
+
+        lowered = StepFunction(self._step.pipeline, read, lambda result: result).lower()
+        return LoweredTraining(lowered, initial[0], self._rule, self._ranks, batch)
+
+    def _require_open(self) -> None:
+        if self._last.closed:
+            raise RuntimeError(
+                "the trainer is closed; take its steps before close(), within its `with` block, or make"
+                " another one"
+            )
 
     def close(self) -> None:
         """Close the transport. The trainer takes no steps afterwards."""
-        self._calls.history.closed = True
+        self._last.closed = True
         self.transport.close()
 
     def __enter__(self) -> Self:
@@ -323,5 +494,64 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._calls.history.closed = True
+        self._last.closed = True
         self.transport.__exit__(kind, error, trace)
+
+
+def completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, Schedule]:
+    """Complete a schedule by the sums, the updates and the gathers; return the one of evaluations as well."""
+    plain = remove_unshards(remove_tail(schedule))
+    complete = insert_unshards if sharded else lambda schedule: schedule
+    trained = append_tail(complete(plain), tied=tied or bool(schedule.replicas))
+    return reduce_early(trained), complete(forward_only(plain))
+
+
+def _rows_of(tree: Any, n: int, steps: int) -> Any:
+    """Take the rows of one of several steps out of a tree, or Microbatches, of the rows of all."""
+    if isinstance(tree, Microbatches):
+        rows = list(tree)
+        size = len(rows) // steps
+        return Microbatches(rows[n * size : (n + 1) * size])
+    return tree if steps == 1 else tree_map(lambda t: t.tensor_split(steps)[n], tree)
+
+
+def _wanted(losses: bool, outputs: bool) -> tuple[str, ...]:
+    """Return the fields of a StepResult that are asked for."""
+    return (*(["losses"] if losses else []), *(["outputs"] if outputs else []))
+
+
+def _state_and_metrics(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
+    """Return the new state, and the metrics of every step with what stages and loss have returned."""
+    count, aux = len(update.metrics), result.aux
+    metrics = [
+        each._replace(
+            stages={s: _rows_of(tree, n, count) for s, tree in aux.metrics.items()},
+            aux=_rows_of(aux.loss, n, count),
+            outputs=_rows_of(result.outputs, n, count),
+        )
+        for n, each in enumerate(update.metrics)
+    ]
+    return update.state._replace(stage_state=aux.state), metrics
+
+
+def _empty_on(device: torch.device, leaf: torch.Tensor) -> torch.Tensor:
+    return distributed(torch.empty_like(local(leaf), device=device), layout_of(leaf))
+
+
+def _local_leaves(trees: Mapping[int, Tree]) -> dict[int, tuple[torch.Tensor, ...]]:
+    return {s: tuple(map(local, tree_leaves(tree))) for s, tree in trees.items()}
+
+
+def on_meta(tree: Any) -> Any:
+    """Replace the tensors of a tree, and signatures of trees in it, by tensors without values."""
+    return tree_map(_leaf_on_meta, tree)
+
+
+def _leaf_on_meta(leaf: Any) -> Any:
+    """Take the values of a leaf; a number, a text or a flag stays."""
+    if isinstance(leaf, Signature):
+        empty = (torch.empty(each.shape, dtype=each.dtype, device="meta") for each in leaf.leaves)
+        return leaf.unflatten(map(distributed, empty, (each.layout for each in leaf.leaves)))
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return distributed(local(leaf).detach().to("meta"), layout_of(leaf))

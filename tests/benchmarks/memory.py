@@ -156,7 +156,7 @@ def trained(options: argparse.Namespace, name: str, schedule: Schedule, remat: A
     ) as trainer:
         predicted = trainer.lower(params, *given, state=state).memory_analysis()[rank].peak
         before, _ = trainer.step(trainer.init(params, state), *given, seed=(0, 0))
-        trainer._calls.idle.clear()  # what it would use again is made within the step
+        trainer._idle.clear()  # what it would use again is made within the step
         return predicted, measured(lambda: trainer.step(before, *given, seed=(0, 0)), (before, given))
 
 

@@ -58,8 +58,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.training.optim import adamw, muon, sgd
 from ppfunc.training.update import parameter_update
-from ppfunc.training.update.reducer import Reducer
-from ppfunc.training.update.sharding import Sums
+from ppfunc.training.update.buckets import Reducer, Sums
 from tests.models import new_trainer
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -134,7 +134,7 @@ def tuned(name: str, options: argparse.Namespace, ranks: int) -> tuple[list[Any]
 def peak_of(trainer: pp.Trainer, params: Any, batch: Any) -> int:
     """Bytes of a second step."""
     state, _ = trainer.step(trainer.init(params), *batch)
-    trainer._calls.idle.clear()  # buckets, whose memory would not be made within
+    trainer._idle.clear()  # buckets, whose memory would not be made within
     held = [local(t) for t in tree_leaves((state, batch)) if t is not None]
     with LiveStorages(held) as counted:
         trainer.step(state, *batch)

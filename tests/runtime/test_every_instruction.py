@@ -77,7 +77,7 @@ def trained(schedule, transport=None, instructions=lambda step: step, times=0):
     stages = [tanh_stage] * len(set(schedule.model_stages))
     optimizer = pp.optim.sgd(RATE, momentum=0.5)
     trainer = pp.Trainer(stages, squared, schedule, optimizer, transport=transport, engine=traced_once)
-    trainer._calls.step = instructed = instructions(trainer._calls.step)
+    trainer._step = instructed = instructions(trainer._step)
     if not hasattr(instructed, "returning"):
         instructed.returning = lambda *more: instructed
 

@@ -317,7 +317,7 @@ def make_again_after_an_interrupt(rank, size):
         given = [stage] * 2, squared, pp.gpipe(2, 2), pp.optim.sgd(RATE)
         if rank:
             with patch.context() as during, pytest.raises(KeyboardInterrupt):
-                during.setattr("ppfunc.training.calls.forward_only", interrupt)
+                during.setattr("ppfunc.training.trainer.forward_only", interrupt)
                 new_trainer(*given, transport=transport)
         trainer = new_trainer(*given, transport=transport)
         x = torch.ones(4, 3, dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ppfunc.training.optim.norms import Clip
-from ppfunc.training.update.conclusion import conclude, shares
+from ppfunc.training.update.parameter_update import conclude, shares
 
 STEP = torch.tensor(7)
 

@@ -188,7 +188,7 @@ def lowered_by(rank, size, shard, name):
         memory = trainer.lower(own, *batch()).memory_analysis()[rank // 2]
         inputs, targets = (t if rank // 2 == n else None for n, t in enumerate(batch()))
         state, _ = trainer.step(trainer.init(own), inputs, targets)
-        trainer._calls.idle.clear()  # whose memory would not be made within
+        trainer._idle.clear()  # whose memory would not be made within
         given = [local(t) for t in tree_leaves((state, inputs, targets))]
         with LiveStorages(given) as counted:
             trainer.step(state, inputs, targets)

@@ -4,7 +4,7 @@ from threading import Barrier, Thread
 
 import torch
 
-from ppfunc.training.update.matrices import CutMatrices, on_matrices
+from ppfunc.training.update.ranks import CutMatrices, on_matrices
 from tests.models import normal
 
 

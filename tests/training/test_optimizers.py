@@ -20,9 +20,9 @@ from ppfunc.training.optim import (
     sgd,
     warmup_cosine,
 )
-from ppfunc.training.optim.protocols import skipping
+from ppfunc.training.optim.optimizer import skipping
+from ppfunc.training.update.buckets import shard
 from ppfunc.training.update.precision import overflow
-from ppfunc.training.update.sharding import shard
 from tests.models import same_bits
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, strategies as st
 from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage import LeafSignature, graph
 from ppfunc.stage.engines.tracing import cut
-from ppfunc.training.update.reducer import Reducer
-from ppfunc.training.update.sharding import Sums, shard
+from ppfunc.training.update.buckets import Reducer, Sums, shard
 from tests.live import Live
 from tests.models import normal
 from tests.training.world import World, shard_dims

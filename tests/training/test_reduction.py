@@ -41,7 +41,7 @@ def remembering(seen):
         seen.append([g.data_ptr() for g in tree_leaves(grads)])
         return tree_map(lambda p, g: p - 0.1 * g, params, grads), grads
 
-    return pp.optim.Optimizer(lambda params: tree_map(torch.zeros_like, params), update)
+    return pp.optim.Optimizer(lambda params: tree_map(torch.zeros_like, params), update, elementwise=True)
 
 
 def forgetting(seen):

@@ -951,7 +951,7 @@ def many_steps(rank, size, shape=None):
         state, _ = trainers[n % 3].step(state, bad if n % 40 == 7 else x, y)
         if n in (40, 99):
             found.append(usage())
-    entries = [trainer._calls.step.cache_info().currsize for trainer in trainers]
+    entries = [trainer._step.cache_info().currsize for trainer in trainers]
     transport.close()
     return found, entries, int(state.step)
 

@@ -6,7 +6,7 @@ from hypothesis import given, strategies as st
 
 from ppfunc.runtime.transport.inprocess import CollectiveOnPaper
 from ppfunc.training.optim import adamw, sgd
-from ppfunc.training.update.sharding import gather, shard, shard_dim
+from ppfunc.training.update.buckets import gather, shard, shard_dim
 from tests.live import Live
 from tests.training.world import World, shard_dims
 

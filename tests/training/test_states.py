@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.training.update.states import StateRule
+from ppfunc.training.update.update_rule import StateRule
 from tests.models import BatchNormed, new_trainer, normal, squared
 
 D, ROWS, STEPS = 4, 8, 3

@@ -4,7 +4,7 @@ import torch.distributed as dist
 
 from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage.signature import differentiable
-from ppfunc.training.update.sharding import shard_dim
+from ppfunc.training.update.buckets import shard_dim
 
 
 def shard_dims(leaves, ranks, taken=()):

@@ -26,7 +26,7 @@ from torch import Tensor
 from ppfunc._checks import require_type
 
 from ..optim._torch import place_in_file
-from ..update.train_state import DTYPES
+from ..update.state import DTYPES
 from .naming import Names, escaped, listed, named_leaves
 from .peers import CheckpointError, Group, Peers
 from .saving import Leaves, Work, agree, publish, write

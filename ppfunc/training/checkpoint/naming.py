@@ -11,7 +11,7 @@ from ppfunc._checks import limited, shown
 from ppfunc.splitter import Split
 from ppfunc.stage.tree import tree_flatten
 
-from ..update.train_state import TrainState
+from ..update.state import TrainState
 
 Names = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
 """From a stage and the name of a leaf in it to the name in the model; a split has those of its model."""

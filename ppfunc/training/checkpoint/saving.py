@@ -38,7 +38,7 @@ from ppfunc.runtime.lowering.comparison import checksum, differences
 from ppfunc.stage.layout import local, whole
 from ppfunc.stage.process import hold_interrupts
 
-from ..update.train_state import CODES, DTYPES, TrainState, require_not_donated
+from ..update.state import CODES, DTYPES, TrainState, require_not_donated
 from .naming import Leaf, Names, escaped, named_leaves
 from .peers import CheckpointError, Group, Peers
 from .storage import (

@@ -28,7 +28,7 @@ from ppfunc.stage._torch import is_dtensor
 from ppfunc.stage.layout import local
 
 from ..optim._torch import shape_and_offset
-from ..update.train_state import CODES, DTYPES
+from ..update.state import CODES, DTYPES
 from .naming import escaped, listed
 from .peers import CheckpointError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ppfunc.stage._torch import is_dtensor, part_of, transforming
+from ppfunc.stage._torch import transforming
 from ppfunc.stage.tree import tree_leaves
 
 # Optimizers as single kernels over lists of tensors of one device and dtype, with ``found_inf``.
@@ -41,25 +41,6 @@ def looked_through(trees: Any) -> bool:
 def users_of(storage: torch.UntypedStorage) -> int:
     """Count the holders of the memory of a storage, this object included."""
     return torch._C._storage_Use_Count(storage._cdata)
-
-
-def note_on_memory(tensor: torch.Tensor, note: object) -> None:
-    """Note something on the memory of a tensor, for as long as that lives; torch keeps the object of it."""
-    if (memory := _memory_of(tensor)) is not None:
-        memory.ppfunc_note = note
-
-
-def noted_on_memory(tensor: torch.Tensor) -> Any:
-    """Return what was noted on the memory of a tensor; None for nothing."""
-    return getattr(_memory_of(tensor), "ppfunc_note", None)
-
-
-def _memory_of(tensor: torch.Tensor) -> Any:
-    """Return the memory of a tensor; None for sparse tensors and those that a transform wraps."""
-    try:
-        return (part_of(tensor) if is_dtensor(tensor) else tensor).untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 def shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

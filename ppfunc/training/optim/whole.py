@@ -14,11 +14,9 @@ from ppfunc._checks import naming_arguments, require_counts, require_number, req
 from ppfunc.stage.frozen import ParameterKind
 from ppfunc.stage.tree import filled, tree_leaves, tree_map
 
-from .groups import divided
-from .leaves import LeafPlan, trained_leaves
-from .protocols import Leaves, Optimizer, Tree, require_pair, selected, skipping, text_of
+from .elementwise import LeafPlan, optimizer_of, values
+from .optimizer import Leaves, Optimizer, Tree, divided, require_pair, selected, skipping, text_of
 from .rates import LearningRate, on_device
-from .updates import optimizer_of, values
 
 OnMatrices = Callable[[Callable[[Tensor], Tensor], Tree], Tree]
 """``on_matrices(fn, tree)``: apply a function to whole matrices, of the last two dimensions, of which a rank
@@ -119,18 +117,19 @@ def muon(
 
 def _muon(
     plan: LeafPlan, params: Leaves, grads: Leaves, columns: Sequence[Leaves],
-    found_inf: Tensor | None, step: Tensor, rate: Any, written: list[Tensor], *,
+    found_inf: Tensor | None, step: Tensor, rate: Any, *,
     momentum: float, nesterov: bool, of_matrix: Callable[[Tensor], Tensor],
 ) -> list[Leaves]:  # fmt: skip
     """Update matrices by their momentum with all singular values near 1, in float32 or wider.
 
     All of it but ``of_matrix`` works element by element.
     """
-    old, (before,) = values(trained_leaves(plan, params)), columns
-    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in trained_leaves(plan, grads)]
+    old, (before,) = values(params), columns
+    wide = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads]
     means = [torch.lerp(mean.to(g.dtype), g, 1 - momentum) for mean, g in zip(before, wide, strict=True)]
     ahead = [torch.lerp(g, m, momentum) if nesterov else m for g, m in zip(wide, means, strict=True)]
-    tree = plan.structures[0].unflatten(filled([None] * len(params), plan.trained, ahead))
+    structure = plan.structures[0]
+    tree = structure.unflatten(filled([None] * structure.num_leaves, plan.trained, ahead))
     directions, new = tree_leaves(_on_matrices.get()(of_matrix, tree)), list[Tensor]()
     for n, p, direction in zip(plan.trained, old, directions, strict=True):
         lr = on_device(rate, p.device)
@@ -138,7 +137,7 @@ def _muon(
         new.append((kept - lr * direction).to(p.dtype))
     after = [mean.to(m.dtype) for mean, m in zip(means, before, strict=True)]
     new, after = selected(found_inf, (old, [*before]), (new, after))
-    return [filled(params, plan.trained, new), after]
+    return [new, after]
 
 
 def _direction(matrix: Tensor, steps: int, match_rms: bool) -> Tensor:

@@ -1,14 +1,13 @@
 """Update parameters within a step of training, from gradients to new parameters::
 
-parameter_update.py  TrainingUpdate   what REDUCE_GRAD, STEP and UNSHARD do in one call of a trainer:
-  reducer.py           Reducer          gradients of microbatches into buckets, summed over data ranks
-  conclusion.py        conclude         from the sums over all ranks: the norm, the factor, whether to skip
-                       with_norms       metrics beside loss and norm
-  update_rule.py       StageUpdate      run the optimizer on a stage
-  sharding.py          shard, gather    leaves in flat buffers, cut over data ranks, and gathered
-
-``ranks.py``, ``update_rule.py`` and ``precision.py`` say what it is made of, ``train_state.py`` what it
-changes, and ``initial_state.py`` makes its first. ``comparison.py`` says what data ranks compare, and when.
-``stage_trees.py`` describes the trees of a state, and refuses those of another trainer. ``states.py`` brings
-the states of stages together.
+parameter_update.py  TrainingUpdate   one call of a trainer: its arguments, then REDUCE_GRAD, STEP and UNSHARD
+                     conclude         from the sums over all ranks: the norm, the factor, whether to skip
+buckets.py           Reducer          gradients of microbatches into buckets, summed over data ranks
+                     shard, gather    leaves in flat buffers, cut over data ranks, and gathered
+update_rule.py       UpdateRule       how gradients become new parameters, and states of stages go on
+                     StageUpdate      run the optimizer on a stage
+ranks.py             TrainingRanks    how parameters are cut over the ranks that train together
+precision.py         Precision        dtypes, and the scale of the loss
+state.py             TrainState       its trees, how a trainer reads and recognises it, what ranks compare
+initial_state.py     initial_state    the state before the first step
 """

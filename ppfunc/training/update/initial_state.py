@@ -1,7 +1,4 @@
-"""Make the state before the first step: master copies, cut over data ranks, and the optimizer's state.
-
-Refuse optimizers that work on whole leaves where ranks have parts of them.
-"""
+"""Make the state before the first step: master copies, cut over data ranks, and the optimizer's state."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -12,24 +9,18 @@ import torch
 
 from ppfunc.runtime.lowering.ties import require_declared_trees
 from ppfunc.stage._torch import transforming
-from ppfunc.stage.device import preserve_rng
-from ppfunc.stage.errors import raised, warn
+from ppfunc.stage.errors import warn
 from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local
 from ppfunc.stage.process import hold_interrupts
 from ppfunc.stage.signature import Signature, differentiable, flatten
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
-from ..optim.protocols import Optimizer, Tree, text_of
+from ..optim.optimizer import Optimizer, Tree, text_of
 from ..optim.rates import rates_of
-from ..optim.whole import matrices_by
-from .comparison import note_whole
+from .buckets import shard
 from .ranks import TrainingRanks
-from .sharding import shard
-from .stage_trees import owners_of
-from .train_state import CODES, TrainState, note_made
+from .state import CODES, TrainState, note_whole, owners_of
 from .update_rule import UpdateRule, updated_ones
-
-_LARGEST = 256  # elements along a dimension: optimizers may treat small ones in another way
 
 
 def initial_state(
@@ -86,7 +77,7 @@ def initial_state(
         note_whole(ranks, state.step, masters)
     rule.frozen.warn_of_all({s: Signature.of(tree) for s, tree in params.items()})
     _warn_of_small_rates(rule, state)
-    return note_made(state, {})
+    return state
 
 
 def _own(storages: set[int], leaf: torch.Tensor) -> torch.Tensor:
@@ -119,8 +110,9 @@ def _cut(
     ]
     ranks.require_whole([leaf for leaf, is_own in zip(leaves, own, strict=True) if not is_own], name)
     trained = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
-    splits = [cut.split for n, cut in enumerate(cuts) if n not in fixed]
-    require_elementwise(rule.optimizer, trained, splits, name)
+    _require_elementwise(
+        rule.optimizer, treedef, [None if n in fixed else cut.split for n, cut in enumerate(cuts)], name
+    )
     _require_parameters_back(rule.optimizer, trained, name)
     dims = tuple(None if is_own else cut.dim for cut, is_own in zip(cuts, own, strict=True))
     shards = shard(tuple(map(local, leaves)), dims, ranks.parts.size, ranks.parts.index)
@@ -131,6 +123,24 @@ def _cut(
     layouts = [cut.kept for cut in cuts]
     kept = treedef.unflatten(map(distributed, shards, layouts)) if ranks.shards_params else params
     return kept, _laid_out(state, treedef, shards, layouts)
+
+
+def _require_elementwise(
+    optimizer: Optimizer, params: optree.PyTreeSpec, splits: Sequence[int | None], name: str
+) -> None:
+    """Raise ValueError for an optimizer that may work on whole parameters, of which ranks hold parts.
+
+    Args:
+        splits: of every parameter, a dimension along which ranks keep parts, None where each has the whole.
+        name: of the parameters, for errors.
+    """
+    parts = [path for path, dim in zip(tree_paths(params, name), splits, strict=True) if dim is not None]
+    if parts and not optimizer.elementwise:
+        raise ValueError(
+            f"{parts[0]}: got the optimizer {text_of(optimizer)}, which may work on whole parameters; ranks"
+            " hold parts of this one; if it works element by element, say so, Optimizer(...,"
+            " elementwise=True), else keep parameters whole: shard='none', and no tensor parallel ones"
+        )
 
 
 def _require_parameters_back(optimizer: Optimizer, params: Tree, name: str) -> None:
@@ -218,72 +228,3 @@ def _warn_of_small_rates(rule: UpdateRule, state: TrainState) -> None:
                 f" of 1 as it is; keep them in float32: precision=ppfunc.Precision(compute={dtype},"
                 " master=torch.float32)"
             )
-
-
-def require_elementwise(optimizer: Optimizer, params: Tree, dims: Sequence[int | None], name: str) -> None:
-    """Raise ValueError if updates of parts of parameters are not the parts of updates.
-
-    Runs three updates of random numbers in float64, where a small rate shows: once whole, and for halves.
-
-    Args:
-        params: of a stage, whole or parts.
-        dims: the dimension along which each is cut over ranks, None for those that are not.
-        name: of the parameters, for errors.
-    """
-    if optimizer.elementwise or all(dim is None for dim in dims):
-        return
-    leaves, treedef = tree_flatten(params)
-    draw = torch.Generator().manual_seed(0)
-    columns = [[_random(p, dim, draw) for p, dim in zip(leaves, dims, strict=True)] for _ in range(4)]
-    halves = [
-        [
-            [t if dim is None else t.chunk(2, dim)[n] for t, dim in zip(row, dims, strict=True)]
-            for row in columns
-        ]
-        for n in range(2)
-    ]
-    try:
-        with preserve_rng({leaf.device for leaf in leaves}):  # an optimizer may draw
-            whole, *parts = (_trained(optimizer, treedef, each) for each in (columns, *halves))
-    except Exception as error:
-        raise ValueError(
-            f"{name}: the optimizer {text_of(optimizer)} cannot be tried out on float64 of another size:"
-            f" {raised(error)}; if it works element by element, say so, Optimizer(..., elementwise=True)"
-        ) from error
-    for path, dim, expected, *got in zip(tree_paths(treedef, name), dims, whole, *parts, strict=True):
-        joined = got[0] if dim is None else torch.cat(got, dim)
-        if not torch.allclose(joined, expected, rtol=1e-12, atol=1e-12, equal_nan=True):
-            raise ValueError(
-                f"{path}: got the optimizer {text_of(optimizer)}, which updates a part of a parameter in"
-                " another way than the whole; ranks hold parts of this one; expected an optimizer that works"
-                " element by element, such as ppfunc.optim.adamw, or whole parameters: shard='none', and no"
-                " tensor parallel ones"
-            )
-
-
-def _random(leaf: torch.Tensor, dim: int | None, draw: torch.Generator) -> torch.Tensor:
-    """Draw a tensor like a leaf, of an even size along ``dim``; zeros for leaves that do not train."""
-    shape = [
-        min(size, _LARGEST) // 2 * 2 or 2 if d == dim else min(size, _LARGEST)
-        for d, size in enumerate(leaf.shape)
-    ]
-    device = torch.device("cpu") if leaf.is_meta else leaf.device  # a parameter on paper has no numbers
-    if not differentiable(leaf.dtype):
-        return leaf.new_zeros(shape, device=device)
-    wide = torch.complex128 if leaf.dtype.is_complex else torch.float64
-    return torch.randn(shape, generator=draw, dtype=wide).to(device)
-
-
-def _trained(
-    optimizer: Optimizer, treedef: optree.PyTreeSpec, columns: Sequence[Sequence[torch.Tensor]]
-) -> list[torch.Tensor]:
-    """Return parameters, the first column, after updates by gradients, the others.
-
-    What is computed of whole matrices is left out, since a step puts these together.
-    """
-    params, *gradients = (treedef.unflatten(t.clone() for t in column) for column in columns)
-    state = optimizer.init(params)
-    with matrices_by(lambda fn, tree: tree):
-        for grads in gradients:
-            params, state = optimizer.update(grads, state, params)
-    return tree_leaves(params)

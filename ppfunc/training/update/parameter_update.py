@@ -1,69 +1,209 @@
 """Update parameters within a call of a trainer: sum over ranks, conclude, and run the optimizer."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache, partial, reduce
 from math import inf, isinf
+from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc.runtime.ports.protocols import Wait
+from ppfunc._checks import shown
+from ppfunc.runtime import Microbatches
+from ppfunc.runtime.ports.protocols import Collective, Wait
 from ppfunc.runtime.running.execute import NotFinite
+from ppfunc.runtime.values.arguments import LossWeights, RawArguments, Seed, read_loss_weights, read_seed
 from ppfunc.runtime.values.buffers import Buffers, Gradients, Leaves, ParameterUpdate
+from ppfunc.stage._torch import versions
 from ppfunc.stage.layout import local
 from ppfunc.stage.signature import LeafSignature, Signature, leaf_names, note_patterns
-from ppfunc.stage.tree import filled, tree_leaves
+from ppfunc.stage.tree import filled, tree_leaves, tree_map
 
 from ..optim._torch import looked_through, multiply_into_each
-from ..optim.norms import leaf_norms, powers
-from ..optim.protocols import selected
-from .comparison import alike_in_places, start_facts
-from .conclusion import (
-    conclude,
-    learning_rate,
-    losses_of_all,
-    shares,
-    start_largest,
-    unscaled_norm,
-    with_norms,
-)
+from ..optim.norms import Clip, clip_coefficient, leaf_norms, norm_of, norm_sum, powers
+from ..optim.optimizer import Optimizer, selected, text_of
+from .buckets import Reducer, gather
+from .precision import overflow
 from .ranks import TrainingRanks
-from .reducer import Reducer
-from .sharding import gather
-from .stage_trees import StageLeaves, laid_out, read
-from .train_state import Metrics, TrainState, note_made
-from .update_rule import StageUpdate, UpdateRule
+from .state import (
+    Metrics,
+    StageLeaves,
+    StageTrees,
+    TrainState,
+    alike_in_places,
+    laid_out,
+    note_donated,
+    read,
+    stages_of,
+    start_facts,
+)
+from .update_rule import UpdateRule
+
+
+class Conclusion(NamedTuple):
+    """Hold what follows from the sums over all ranks.
+
+    Args:
+        loss, norm, scale: see :class:`Metrics`.
+        found_inf, skipped: 1 where loss or gradients are not finite, and where the update is left out for it,
+            float32[].
+        step: the number of updates with this one.
+        factor: of the gradients, None for 1.
+    """
+
+    loss: torch.Tensor
+    norm: torch.Tensor
+    scale: torch.Tensor
+    found_inf: torch.Tensor
+    skipped: torch.Tensor
+    step: torch.Tensor
+    factor: torch.Tensor | None = None
+
+
+def shares(
+    norms: Mapping[int, torch.Tensor],
+    losses: Sequence[torch.Tensor],
+    norm_type: float,
+    stages: int,
+    device: torch.device,
+) -> torch.Tensor:
+    """Stack this rank's shares in the loss and in the norm of every stage: float64[1 + stages].
+
+    Summed over the ranks, and then over the stages in order, they give the same bits in any number of
+    processes.
+
+    Args:
+        norms: by stage of the model, the results of :func:`leaf_norms`.
+        losses: weighted, of last stages.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    sums = [zero] * stages
+    for stage, leaves in norms.items():
+        sums[stage] = norm_sum(powers(leaves, norm_type), norm_type)
+    return torch.stack([reduce(torch.add, (value.sum().to(zero) for value in losses), zero), *sums])
+
+
+def conclude(
+    sums: torch.Tensor, step: torch.Tensor, loss_scale: torch.Tensor | None, clip: Clip, skips: bool
+) -> Conclusion:
+    """Conclude from the sum of the shares of all ranks.
+
+    Args:
+        step: the number of updates so far.
+        loss_scale: None for 1.
+        skips: an update is left out where a number is not finite.
+    """
+    loss = sums[0]
+    one = torch.ones((), dtype=loss.dtype, device=loss.device)
+    scale = one if loss_scale is None else loss_scale.to(one)
+    norm = unscaled_norm(norm_sum(sums[1:], clip.norm_type), clip, None if loss_scale is None else scale)
+    found_inf = overflow(loss, norm)
+    skipped = found_inf if skips else torch.zeros_like(found_inf)
+    factor = clip_coefficient(norm, clip.max_norm)
+    if loss_scale is not None:
+        factor = (1 if factor is None else factor) / scale
+    return Conclusion(loss, norm, scale, found_inf, skipped, step + (skipped <= 0), factor)
+
+
+def unscaled_norm(sums: torch.Tensor, clip: Clip, scale: torch.Tensor | None) -> torch.Tensor:
+    """Compute norms of gradients from the sums of those that the loss scale has multiplied."""
+    norm = norm_of(sums, clip.norm_type)
+    return norm if scale is None else norm / scale
+
+
+def start_largest(ranks: Collective, norms: torch.Tensor) -> Wait:
+    """Begin to replace norms by the largest of all ranks, NaN if one of them is.
+
+    The maximum of a backend may leave NaN out; a sum does not.
+    """
+    total = norms.clone()
+    waits = ranks.all_reduce(norms, "max"), ranks.all_reduce(total)
+
+    def wait() -> None:
+        for each in waits:
+            each()
+        norms.copy_(torch.where(total.isnan(), total, norms))
+
+    return wait
+
+
+# -- metrics beside loss and norm
+
+
+def losses_of_all(
+    ranks: TrainingRanks, each: Mapping[int, torch.Tensor], device: torch.device
+) -> torch.Tensor:
+    """Put the losses of this process in their places among those of all data ranks: float64[ranks * m].
+
+    Args:
+        each: the losses, by microbatch; their sum over all ranks completes the others.
+    """
+    m = ranks.schedule.microbatches
+    rows = torch.zeros(ranks.data.size * m, dtype=torch.float64, device=device)
+    for n, loss in each.items() if ranks.model.index == 0 else ():
+        rows[ranks.data.index * m + n] = loss
+    return rows
+
+
+def learning_rate(optimizer: Optimizer, initial: TrainState, step: torch.Tensor, like: torch.Tensor) -> Any:
+    """Compute the learning rate of an update, from the state before the call and the updates since.
+
+    Args:
+        step: the number of updates before this one.
+        like: has the dtype and the device of the rates.
+
+    Returns:
+        As ``lr`` of :class:`Metrics`.
+    """
+    if optimizer.rate is None:
+        return None
+    values = optimizer.rate(next(iter(initial.optimizer.values())), step - initial.step)
+    return tree_map(lambda v: v.to(like) if isinstance(v, torch.Tensor) else torch.full_like(like, v), values)
+
+
+def with_norms(
+    metrics: Metrics,
+    stages: torch.Tensor,
+    leaves: Mapping[int, Mapping[str, torch.Tensor]],
+    norm: Callable[[torch.Tensor], torch.Tensor],
+) -> Metrics:
+    """Add the norms by stage and by leaf, which ``norm`` makes of their sums over all ranks."""
+    by_leaf = {stage: {name: norm(s) for name, s in sums.items()} for stage, sums in leaves.items()}
+    return metrics._replace(stage_norms=norm(stages), leaf_norms=by_leaf)
 
 
 class TrainingUpdate(ParameterUpdate):
-    """Updates the parameters in one call of a trainer: of one step, or of several.
+    """Reads the arguments of one call of a trainer, of one step or of several, and updates the parameters.
 
     Args:
         rule: how gradients become new parameters.
-        ranks: those that train together.
+        ranks: the ranks that train together.
+        trees: by stage, the trees of the state that was read last; shared by the calls of a trainer.
         idle: by stage, the reducers that no call uses; shared by the calls of a trainer.
-        state: from which the call begins, and which stays as it is.
-        known: the ranks know that their states go together; else they compare them.
-        by_leaf: the metrics get norms by stage and by leaf.
+        known: whether the state goes on from the last step, on all ranks; else they compare it.
+        by_leaf: whether the metrics get norms by stage and by leaf.
 
     Attributes:
-        stages: leaves of the state, by stage, known before the call begins.
-        state: after each update the new one.
+        state: the state from which the call begins, and which stays as it is; after each update the new one.
+        stages: the leaves of the state, by stage.
         metrics: of every update.
     """
+
+    state: TrainState
+    stages: dict[int, StageLeaves]
 
     def __init__(
         self,
         rule: UpdateRule,
         ranks: TrainingRanks,
+        trees: dict[int, StageTrees],
         idle: dict[int, list[Reducer]],
-        state: TrainState,
         known: bool,
         by_leaf: bool = False,
     ) -> None:
-        self._rule, self._ranks, self._idle, self.known = rule, ranks, idle, known
-        self.state, self._initial, self._by_leaf = state, state, by_leaf
+        self._rule, self._ranks, self._trees, self._idle = rule, ranks, trees, idle
+        self.known, self._by_leaf = known, by_leaf
         self.metrics: list[Metrics] = []
-        self.stages: dict[int, StageLeaves] = {}
+        self._versions: dict[int, list[int | None]] = {}  # by stage, of the leaves before the call writes
         # By stage, where gradients are added up, and the numbers of the leaves.
         self._reducers: dict[int, tuple[Reducer, Sequence[int]]] = {}
         self._gradients: dict[int, dict[int, torch.Tensor]] = {}  # by stage and number of the leaf
@@ -77,6 +217,71 @@ class TrainingUpdate(ParameterUpdate):
         # Of the states of stages before this update, by stage; and those that are on their way.
         self._stage_state: dict[int, Leaves] = {}
         self._new_states: dict[int, Callable[[], Leaves]] = {}
+
+    def begin_from(self, state: TrainState) -> None:
+        """Read the leaves of the state from which the call begins.
+
+        Raises:
+            TypeError, ValueError: as :func:`stages_of`.
+        """
+        self.stages = stages_of(self._rule, self._ranks, state, self._trees)
+        self.state = self._initial = state
+
+    def read(
+        self, state: TrainState, pairs: Sequence[tuple[Any, Any]], loss_weights: Sequence[LossWeights] | None,
+        seed: Seed, extras: Sequence[Mapping[int, Any] | None] | None,
+    ) -> list[RawArguments]:  # fmt: skip
+        """Read the arguments of the steps of the call. Parameters are cast once.
+
+        Args:
+            pairs: inputs and targets of every step.
+            loss_weights, extras: one entry per step, or None; an entry may be None too.
+            seed: of the first step.
+
+        Raises:
+            TypeError, ValueError: not a state of this trainer, not a list of pairs, no pairs, a negative
+                weight, or weights or extras for another number of steps.
+        """
+        self.begin_from(state)
+        if not isinstance(pairs, list | tuple) or not all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
+        ):
+            raise TypeError(
+                f"batches: got {shown(pairs)}, expected a list of (inputs, targets), one for every step;"
+                " of an iterator, take list(itertools.islice(iterator, steps))"
+            )
+        if not pairs:
+            raise ValueError("batches: got an empty list, expected (inputs, targets) of at least one step")
+        ranks, precision, m = self._ranks, self._rule.precision, self._ranks.schedule.microbatches
+        weights = _of_every_step("loss_weights", loss_weights, len(pairs))
+        extras = _of_every_step("extras", extras, len(pairs))
+        seed, text = read_seed(seed), ""
+        if ranks.world.size > 1:
+            text = (
+                f"{len(pairs)} steps, {'equal' if weights[0] is None else 'own'} weights, seed {seed}"
+                f"{', norms by name' if self._by_leaf else ''}; "
+                f"{'a state that goes on' if self.known else 'another state'}; optimizer"
+                f" {text_of(self._rule.optimizer)}"
+            )
+        params = {s: ranks.for_step(tree, precision) for s, tree in state.params.items()}
+        return [
+            RawArguments(
+                params,
+                inputs.map(precision.to_compute)
+                if isinstance(inputs, Microbatches)
+                else precision.to_compute(inputs),
+                targets,
+                extras[n],
+                state.stage_state,
+                _nonnegative(read_loss_weights(weights[n], m)),
+                seed and (seed[0], seed[1] + n),
+                microbatch_offset=ranks.data.index * m,
+                scale=state.scale.get("scale"),
+                update=self,
+                common=text,
+            )
+            for n, (inputs, targets) in enumerate(pairs)
+        ]
 
     def facts(self) -> tuple[str, dict[tuple[str, ...], str]]:
         return start_facts(self._rule, self._ranks, self.state)
@@ -103,6 +308,7 @@ class TrainingUpdate(ParameterUpdate):
         state, ranks = self.state, self._ranks
         self.state = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
         self._updates_left = dict.fromkeys(state.params, len(weights))
+        self._versions = {stage: versions(leaves.own()) for stage, leaves in self.stages.items()}
         self._stage_state = {s: tuple(map(local, tree_leaves(tree))) for s, tree in state.stage_state.items()}
         explicit = [each for each in weights if each is not None]
         if not explicit:
@@ -188,7 +394,7 @@ class TrainingUpdate(ParameterUpdate):
     def step(self, buffers: Buffers, stage: int) -> None:
         """Make the new parameters and optimizer state of a stage; frozen parameters stay."""
         rule, ranks, stages, current = self._rule, self._ranks, self.stages, self.state
-        trees, params, optimizer, update = stages[stage]
+        trees, params, optimizer = leaves = stages[stage]
         self._updates_left[stage] -= 1
         self._gathers.pop(stage, None)  # which this step has waited for
         new = list(ranks.shards(read(params, trees.params), trees.dims))
@@ -210,16 +416,18 @@ class TrainingUpdate(ParameterUpdate):
         if len(gradients) < len(trained):
             zeros = zip(trees.trained, trained, strict=True)
             gradients = [by_number[n] if n in by_number else torch.zeros_like(leaf) for n, leaf in zeros]
-        if update is None:
-            axes = ranks.cut_matrices([trees.cuts[n] for n in trees.trained])
-            update = StageUpdate(rule, stage, trees.bare, trees.optimizer, axes)
-        changed, after = update(
-            gradients, read(optimizer, trees.optimizer), trained, self._found_inf, self._initial.step
-        )
+        own = leaves.own()
+        before = versions(own)
+        self._require_apart(stage, before)
+        try:
+            changed, after = trees.update(gradients, own[: len(optimizer)], trained, self._found_inf)
+        finally:
+            if versions(own) != before:
+                note_donated(self._initial)
         new = filled(new, trees.trained, changed)
-        after = laid_out(after, trees.optimizer)
-        current.optimizer[stage] = trees.optimizer.treedef.unflatten(after)
-        stages[stage] = StageLeaves(trees, params, after, update)
+        moments = laid_out(after, trees.optimizer)
+        current.optimizer[stage] = trees.optimizer.treedef.unflatten(moments)
+        stages[stage] = StageLeaves(trees, params, moments)
         if ranks.shards_params:
             self._renew(stage, new)
         else:
@@ -228,7 +436,7 @@ class TrainingUpdate(ParameterUpdate):
             self._idle[stage].append(self._reducers.pop(stage)[0])
 
     def unshard(self, buffers: Buffers, stage: int) -> None:
-        trees, leaves, *_ = self.stages[stage]
+        trees, leaves, _ = self.stages[stage]
         shards = tuple(self._rule.precision.to_compute(read(leaves, trees.params)))
         buffers.shards[stage] = shards
         buffers.gathering[stage] = gather(shards, trees.dims, self._ranks.parts)
@@ -237,7 +445,16 @@ class TrainingUpdate(ParameterUpdate):
         for wait in self._gathers.values():
             wait()
         self._gathers.clear()
-        note_made(self.state, {stage: leaves.made() for stage, leaves in self.stages.items()})
+
+    def _require_apart(self, stage: int, now: list[int | None]) -> None:
+        """Raise ValueError if the update of another stage has written into the leaves of this one."""
+        begun = self._versions.pop(stage, now)
+        if begun != now:
+            n = next(n for n, (one, other) in enumerate(zip(begun, now, strict=True)) if one != other)
+            raise ValueError(
+                f"{self.stages[stage].paths(stage)[n]} shares its memory with another stage, whose update has"
+                " written there in place; pass donate=False or make them separate tensors"
+            )
 
     def _renew(self, stage: int, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Replace the parameters of a stage in the state by new ones, of which this rank has these parts.
@@ -329,3 +546,22 @@ class TrainingUpdate(ParameterUpdate):
         scaling = rule.precision.scale
         scales = state.scale if scaling is None else scaling.update(state.scale, after.found_inf)
         self.state = state._replace(step=after.step, scale=scales)
+
+
+def _of_every_step(name: str, values: Any, steps: int) -> Sequence[Any]:
+    """Return one value for each step; raise ValueError for another number, or if only some have one."""
+    if values is None:
+        return [None] * steps
+    if not isinstance(values, list | tuple) or len(values) != steps or len({v is None for v in values}) > 1:
+        raise ValueError(f"{name}: got {shown(values)}, expected a list of {steps}, one for every step")
+    return values
+
+
+def _nonnegative(weights: torch.Tensor | None) -> torch.Tensor | None:
+    """Raise ValueError for a negative weight: divided by their sum, all of them could change their sign."""
+    if weights is not None and weights.device.type == "cpu" and min(weights.tolist()) < 0:
+        raise ValueError(
+            f"loss_weights: got {weights.tolist()}, expected numbers of at least 0, which are divided by"
+            " their sum; where a loss is to rise, give it another sign in the loss function"
+        )
+    return weights

@@ -10,7 +10,7 @@ from ppfunc._checks import naming_arguments, require_counts, require_number, req
 from ppfunc.stage.tree import tree_flatten, tree_map
 
 from ..optim._torch import update_scale
-from ..optim.protocols import Tree
+from ..optim.optimizer import Tree
 
 _LARGEST = torch.finfo(torch.float32).max  # scales are kept in float32
 

@@ -1,0 +1,448 @@
+"""Define the state of training, read its trees, recognise it, and compare it between ranks."""
+
+import reprlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from hashlib import sha256
+from itertools import combinations
+from typing import Any, NamedTuple, Self
+from weakref import ref
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ppfunc._checks import require_counts
+from ppfunc.runtime.lowering.comparison import checksum
+from ppfunc.runtime.lowering.ties import OTHER_VALUES
+from ppfunc.runtime.values.arguments import Form, form_of, has_form, leaves_like, require_trees
+from ppfunc.stage.device import preserve_rng
+from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local
+from ppfunc.stage.signature import Signature, leaf_number
+from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
+
+from ..optim.optimizer import Tree
+from .buckets import Dims
+from .ranks import Cut, TrainingRanks
+from .update_rule import StageUpdate, UpdateRule, require_state_of, updated_ones
+
+# By the step of a state: checksums of the whole parameters from which a state in shards was cut.
+_CUT_FROM: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# The steps of the states into which an update has written.
+_DONATED: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+# By their names in safetensors: a state holds tensors of these, as checkpoints do.
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "U16": torch.uint16, "I16": torch.int16,
+    "U32": torch.uint32, "I32": torch.int32, "U64": torch.uint64, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F16": torch.float16,
+    "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64,
+}  # fmt: skip
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class TrainState(NamedTuple):
+    """Hold the state of training; every leaf is a tensor or a DTensor.
+
+    Args:
+        step: number of updates so far, without those that were skipped, int64[].
+        params: parameters of this process, by stage of the model, in the dtype of ``precision.master``.
+        optimizer: state of the optimizer, by stage.
+        scale: state of the :class:`LossScale`; empty without one.
+        stage_state: states of the stages that have one, such as running statistics, by stage.
+    """
+
+    step: Tensor
+    params: dict[int, Tree]
+    optimizer: dict[int, Tree]
+    scale: dict[str, Tensor]
+    stage_state: dict[int, Tree]
+
+
+class Metrics(NamedTuple):
+    """Hold the results of a training step beside the new state, as tensors on the device.
+
+    ``stages``, ``aux`` and ``outputs`` are those of this process, all others are the same on all ranks.
+
+    Args:
+        loss: the weighted sum over the microbatches of all data ranks, float64[].
+        grad_norm: of all gradients, before they were clipped, float64[].
+        scale: of the loss in this step, float64[].
+        skipped: 1 if the update was left out since loss or gradients were not finite, else 0, float32[].
+        stages: metrics of the stages of this process, by stage: trees with a leading axis of the microbatches
+            that it ran; Microbatches if they differ in form.
+        aux: the tree that the loss function has returned beside the loss, likewise; None on ranks that run no
+            last stage, and if it returns the loss alone.
+        losses: of the microbatches of all data ranks, in the order of the ranks, float64[ranks * m]: not
+            weighted, with auxiliary losses of stages; None unless asked for.
+        outputs: of the last stages of this process; None unless asked for.
+        lr: the learning rate of this update, float64[]; of an optimizer of groups a dictionary, by group.
+            None if the optimizer does not tell its rate.
+        stage_norms: of the gradients of every stage of the model, float64[stages]; None unless asked for.
+        leaf_norms: of the gradient of every parameter of this process that trains, whole over all ranks:
+            float64[] by stage and name, 0 where a tied parameter has its first place elsewhere; None unless
+            asked for.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    scale: Tensor
+    skipped: Tensor
+    stages: dict[int, Any]
+    aux: Any = None
+    losses: Tensor | None = None
+    outputs: Any = None
+    lr: Any = None
+    stage_norms: Tensor | None = None
+    leaf_norms: dict[int, dict[str, Tensor]] | None = None
+
+
+def note_donated(state: TrainState) -> None:
+    """Note that an update has written into the leaves of a state."""
+    _DONATED[state.step] = True
+
+
+def require_not_donated(state: TrainState) -> None:
+    """Raise ValueError for a state that an update has written into: it has values of a later step."""
+    if state.step in _DONATED:
+        raise ValueError(
+            "state: a step was given it, and has updated it in place, as donate=True says; go on from the"
+            " state that the last step returned, a copy from before it, or a checkpoint"
+        )
+
+
+class StageTrees(NamedTuple):
+    """Describe the parameters and the optimizer state of a stage.
+
+    Args:
+        params, optimizer: the forms of the trees.
+        bare: the form of the parameters without frozen ones.
+        fixed, trained: the numbers of frozen parameters, and of the others.
+        cuts: of every parameter.
+        dims: of every parameter, the dimension that is cut over the data ranks; frozen ones are cut where
+            they are kept so.
+        counted: the numbers of the parameters whose gradients this rank counts in the norm. Of the ranks that
+            hold the same, and of tied or replicated places, the first counts it.
+        parted: the numbers of those of which each data rank counts its part, although it has the whole.
+        patterns: whether each pattern of the optimizer takes a parameter.
+        update: runs the optimizer on the parameters that train.
+    """
+
+    params: Form
+    optimizer: Form
+    bare: Form
+    fixed: frozenset[int]
+    trained: tuple[int, ...]
+    cuts: list[Cut]
+    dims: Dims
+    counted: tuple[int, ...]
+    parted: frozenset[int]
+    patterns: Mapping[str, bool]
+    update: StageUpdate
+
+    @classmethod
+    def of(cls, rule: UpdateRule, ranks: TrainingRanks, stage: int, state: TrainState) -> Self:
+        """Describe the trees of a stage; raise ValueError for parts, or an optimizer state of others."""
+        leaves, treedef = tree_flatten(state.params[stage])
+        if not ranks.shards_params:
+            ranks.require_whole(leaves, f"state.params[{stage}]")
+        signature = Signature.of(state.params[stage], f"state.params[{stage}]")
+        cuts = ranks.cuts(leaves)
+        fixed, again = rule.frozen.numbers(stage, signature), _further_places(ranks, stage, signature)
+        trained = tuple(n for n in range(len(leaves)) if n not in fixed)
+        bare = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
+        whole = frozenset[int]() if ranks.shards_params else fixed
+        dims = tuple(None if n in whole else cut.dim for n, cut in enumerate(cuts))
+        optimizer = state.optimizer[stage]
+        of_state = require_state_of(rule, bare, optimizer, f"state.optimizer[{stage}]")
+        moments: list[Any] = of_state.flatten_up_to(optimizer)
+        forms = form_of(leaves, treedef), form_of(moments, of_state)
+        counted = tuple(n for n in trained if n not in again and _counts(ranks, cuts[n]))
+        parted = frozenset(n for n, cut in enumerate(cuts) if cut.dim is None and cut.part is not None)
+        kept = [cut.kept for cut in cuts]
+        if ranks.shards_params:
+            _require_kept(f"state.params[{stage}]", treedef, leaves, kept)
+        of_moments = [
+            kept[n] if n is not None and leaf.shape == leaves[n].shape else layout_of(leaf)
+            for leaf, n in zip(moments, owners_of(of_state, treedef), strict=True)
+        ]
+        _require_kept(f"state.optimizer[{stage}]", of_state, moments, of_moments)
+        of_bare = form_of(*tree_flatten(bare))
+        axes = ranks.cut_matrices([cuts[n] for n in trained])
+        update = StageUpdate(rule, stage, of_bare, forms[1], axes)
+        patterns = rule.optimizer.patterns(bare)
+        return cls(*forms, of_bare, fixed, trained, cuts, dims, counted, parted, patterns, update)
+
+    def leaves_of(self, stage: int, state: TrainState) -> "StageLeaves | None":
+        """Return the leaves of the stage of a state, if its trees have these structures; else None."""
+        params = leaves_like(state.params[stage], self.params)
+        try:  # in half the time, in any order of keys
+            optimizer: list[Any] = self.optimizer.treedef.flatten_up_to(state.optimizer[stage])
+        except ValueError:
+            return None
+        return None if params is None else StageLeaves(self, params, optimizer)
+
+
+class StageLeaves(NamedTuple):
+    """Hold the leaves of a stage of a state.
+
+    Args:
+        trees: describe them.
+        params, optimizer: as the state has them, tensors or DTensors.
+    """
+
+    trees: StageTrees
+    params: list[torch.Tensor]
+    optimizer: list[torch.Tensor]
+
+    def has_form(self) -> bool:
+        """Tell whether they have the forms of the trees."""
+        return has_form(self.params, self.trees.params) and has_form(self.optimizer, self.trees.optimizer)
+
+    def own(self) -> list[torch.Tensor]:
+        """Return the local leaves that an update may write into: the state, then what trains."""
+        params = read(self.params, self.trees.params)
+        return [*read(self.optimizer, self.trees.optimizer), *(params[n] for n in self.trees.trained)]
+
+    def paths(self, stage: int) -> list[str]:
+        """Name the leaves of :meth:`own`."""
+        params = tree_paths(self.trees.params.treedef, f"state.params[{stage}]")
+        of_state = tree_paths(self.trees.optimizer.treedef, f"state.optimizer[{stage}]")
+        return [*of_state, *(params[n] for n in self.trees.trained)]
+
+
+def read(leaves: list[torch.Tensor], form: Form) -> list[torch.Tensor]:
+    """Return the local leaves of a tree of this form."""
+    return leaves if form.layouts is None else list(map(local, leaves))
+
+
+def laid_out(leaves: Sequence[torch.Tensor], form: Form) -> list[torch.Tensor]:
+    """Make the leaves of a tree of this form of its local leaves."""
+    return list(leaves if form.layouts is None else map(distributed, leaves, form.layouts))
+
+
+def owners_of(state: optree.PyTreeSpec, params: optree.PyTreeSpec) -> list[int | None]:
+    """Find the parameter to which each leaf of a state of the optimizer belongs, by its path."""
+    numbers = {path: n for n, path in enumerate(params.paths())}
+    ends = ((path[k:] for k in range(len(path) + 1)) for path in state.paths())
+    return [next((numbers[end] for end in each if end in numbers), None) for each in ends]
+
+
+def _require_kept(
+    name: str, treedef: optree.PyTreeSpec, leaves: Sequence[torch.Tensor], kept: Sequence[MeshLayout | None]
+) -> None:
+    """Raise ValueError for leaves of a state that do not lie over the ranks as a trainer keeps them."""
+    for path, leaf, layout in zip(tree_paths(treedef, name), leaves, kept, strict=True):
+        if layout_of(leaf) != layout:
+            raise ValueError(
+                f"{path}: got a tensor {layout_of(leaf) or 'that is whole'}, expected a DTensor {layout}, as"
+                " this trainer keeps it; give whole parameters to trainer.init, and load a state of other"
+                " ranks by ppfunc.checkpoint.load(folder, like=state)"
+            )
+
+
+def _counts(ranks: TrainingRanks, cut: Cut) -> bool:
+    other = cut.over.copies.index or (cut.over.parts.index and cut.part is None)
+    return not (other or (ranks.model.index and cut.repeated))
+
+
+def _further_places(ranks: TrainingRanks, stage: int, signature: Signature) -> set[int]:
+    """Find the leaves of a stage that count at another place: the first of a tied or replicated parameter."""
+    group = next((g for g in ranks.schedule.replicas if ranks.schedule.model_stages[g[0]] == stage), None)
+    if group is not None and ranks.schedule.placement[group[0]] not in ranks.ranks:
+        return set(range(len(signature.leaves)))
+    names = (name for _, places in ranks.tied for place, name in places[1:] if place == stage)
+    return {leaf_number(signature, name, "params") for name in names}
+
+
+def stages_of(
+    rule: UpdateRule, ranks: TrainingRanks, state: TrainState, known: dict[int, StageTrees]
+) -> dict[int, StageLeaves]:
+    """Read the leaves of a state, by stage.
+
+    Args:
+        known: by stage, the trees of the state that was read last; updated in place.
+
+    Raises:
+        TypeError, ValueError: it is not a state of this trainer, or an update has written into it.
+    """
+    scale, here = rule.precision.scale, ranks.stages
+    keys = set() if scale is None else set(scale.init("cpu"))
+    _require_parts(state, here, keys, 1 if rule.states.reduce is not None else ranks.data.size)
+    require_not_donated(state)
+    stages = dict[int, StageLeaves]()
+    for s in here:
+        leaves = known[s].leaves_of(s, state) if s in known else None
+        if leaves is None or not leaves.has_form():
+            known[s] = StageTrees.of(rule, ranks, s, state)
+            leaves = known[s].leaves_of(s, state)
+        assert leaves is not None
+        stages[s] = leaves
+    return stages
+
+
+def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], data_ranks: int) -> None:
+    """Raise TypeError or ValueError unless this is a state of these stages of the model.
+
+    Args:
+        scale: the keys of the state of the loss scale.
+        data_ranks: how many ranks run other batches, and do not bring their states together.
+    """
+    if not isinstance(state, TrainState):
+        pair = isinstance(state, tuple) and bool(state) and isinstance(state[0], TrainState)
+        mend = "; a step returns a pair: state, metrics = trainer.step(state, ...)" if pair else ""
+        raise TypeError(
+            f"state: got an object of type {type(state).__name__}, expected a TrainState, as init or step"
+            f" returns it{mend}"
+        )
+    require_trees("state.params", state.params, stages)
+    require_trees("state.optimizer", state.optimizer, stages)
+    given = state.scale if isinstance(state.scale, Mapping) else [state.scale]
+    if set(given) != scale:
+        got, expected = (", ".join(map(repr, keys)) or "none" for keys in (given, sorted(scale)))
+        raise ValueError(
+            f"state.scale: got {got}, the scale of this trainer has {expected}; go on with the same scale=,"
+            " or init anew"
+        )
+    if not isinstance(state.step, torch.Tensor) or state.step.shape or state.step.dtype != torch.int64:
+        raise TypeError(f"state.step: got {reprlib.repr(state.step)}, expected an int64 tensor of one number")
+    if data_ranks > 1 and tree_leaves(state.stage_state):
+        raise ValueError(
+            f"state: got that of the stages {sorted(state.stage_state)}, of which each of the {data_ranks}"
+            " data ranks would have another; say how they go together, Trainer(..., reduce_state={'*':"
+            " 'mean'}), or put batch norms into evaluation mode before they are split or made stages by"
+            " stage_from_module(module, constants=True), which have no state then"
+        )
+
+
+ByAxes = dict[tuple[str, ...], list[str]]
+"""Terms that the ranks along some data axes share, by these axes."""
+
+
+def note_whole(ranks: TrainingRanks, step: torch.Tensor, params: Mapping[int, object]) -> None:
+    """Note checksums of the parameters that a state of this ``step`` is cut from, for its first step."""
+    if step.is_meta:  # of a state that no step begins from
+        return
+    _CUT_FROM[step] = _checksums(ranks, ((f"parameters of stage {s}", t) for s, t in sorted(params.items())))
+
+
+def start_facts(
+    rule: UpdateRule, ranks: TrainingRanks, state: TrainState
+) -> tuple[str, dict[tuple[str, ...], str]]:
+    """Write the terms that must be equal: on all ranks, and, by data axes, on the ranks along these that hold
+    the same stages.
+
+    A user's own optimizer is known only by name, so that ranks also compare how it updates ones. Reads
+    numbers of the device. A state without values, of a step that is lowered, has none to compare.
+    """
+    if ranks.world.size == 1 or state.step.is_meta:
+        return "", {}
+    scale = ", ".join(f"{name} {value.item():g}" for name, value in sorted(state.scale.items()))
+    common = f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}"
+    if ranks.data.size == 1:
+        return common, {}
+    facts = _checksums(
+        ranks, ((f"{name} of stage {s}", tree) for s in ranks.stages for name, tree in _trees(rule, state, s))
+    )
+    for axes, terms in _CUT_FROM.get(state.step, {}).items():
+        facts[axes] += terms
+    for s in ranks.stages:
+        names = rule.frozen.names(s, Signature.of(state.params[s]))
+        facts[ranks.axes.data_axes].append(f"{', '.join(names) or 'nothing'} of stage {s} frozen")
+    return common, {axes: "; ".join(terms) for axes, terms in facts.items()}
+
+
+def alike_in_places(
+    rule: UpdateRule, ranks: TrainingRanks, params: Mapping[int, Tree]
+) -> Iterator[tuple[str, dict[int, list[torch.Tensor | None]]]]:
+    """Yield the parameters of every stage, then updates of ones by the optimizer, each with words.
+
+    The updates find an optimizer that treats places of one parameter differently: its groups and masks go
+    by names, which differ.
+    """
+    trees = {s: tree_flatten(tree) for s, tree in params.items()}
+    yield OTHER_VALUES, {s: leaves for s, (leaves, _) in trees.items()}
+    changed: dict[int, Any] = {}
+    for s, (_, treedef) in trees.items():
+        trained = rule.frozen.trained(s, params[s])
+        devices = {local(leaf).device for leaf in tree_leaves(trained)}
+        with preserve_rng(devices):
+            for device in devices:  # an optimizer that draws gives each place other numbers
+                torch.rand(1 + s + ranks.schedule.stages * ranks.ranks[0], device=device)
+            changed[s] = treedef.flatten_up_to(updated_ones(rule.optimizer, trained))
+    yield "is updated by the optimizer in another way", changed
+
+
+def _trees(rule: UpdateRule, state: TrainState, stage: int) -> list[tuple[str, object]]:
+    params = state.params[stage]
+    return [
+        ("parameters", params),
+        ("optimizer state", state.optimizer[stage]),
+        ("state", state.stage_state.get(stage, {})),
+        (
+            "ones updated by the optimizer",
+            updated_ones(rule.optimizer, rule.frozen.trained(stage, params)),
+        ),
+    ]
+
+
+def _checksums(ranks: TrainingRanks, trees: Iterable[tuple[str, object]]) -> ByAxes:
+    """Write checksums of named trees, by the data axes along which ranks keep the same leaves.
+
+    All ranks get the same axes, every combination of data axes, so that they compare one after the other.
+    """
+    every = ranks.axes.data_axes
+    facts: ByAxes = {axes: [] for n in range(len(every), 0, -1) for axes in combinations(every, n)}
+    for name, tree in trees:
+        sums: dict[tuple[str, ...], list[torch.Tensor]] = {every: []}
+        for leaf in tree_leaves(tree):
+            sums.setdefault(ranks.copied_over(leaf), []).append(checksum(local(leaf)))
+        for axes in facts.keys() & sums.keys():  # nobody has a copy of what is cut over all of them
+            facts[axes].append(f"the {name} with the checksum {_digest(sums[axes])}")
+    return facts
+
+
+def _digest(sums: Sequence[torch.Tensor]) -> str:
+    if not sums:
+        return "none"
+    numbers = torch.stack([s.to(sums[0].device) for s in sums]).tolist()
+    return sha256(repr(numbers).encode()).hexdigest()[:16]
+
+
+class LastState:
+    """Recognises the state that the last step of a trainer returned, which ranks need not compare.
+
+    A step ends on all ranks or on none, so that all count alike. Trainers that go on with one state by other
+    schedules share it.
+
+    Args:
+        every: the number of steps after which ranks compare the state all the same; None for never.
+
+    Attributes:
+        closed: whether the transport is.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        if every is not None:
+            require_counts(checksum_every=every)
+        self._every, self._steps, self.closed = every, 0, False
+        self.forget()
+
+    def forget(self) -> None:
+        """Know no state: that of the next step is compared."""
+        self._step: Callable[[], torch.Tensor | None] = lambda: None
+        self._generation = -1
+
+    def goes_on(self, state: object, generation: int) -> bool:
+        """Tell whether this is the state, with no failure since and no comparison due.
+
+        Args:
+            generation: the number of failures so far.
+        """
+        return generation == self._generation and self._step() is getattr(state, "step", state)
+
+    def note(self, state: TrainState, generation: int, steps: int) -> None:
+        """Note the state after further ``steps``."""
+        before, self._steps = self._steps, self._steps + steps
+        due = self._every is not None and before // self._every != self._steps // self._every
+        self._step, self._generation = ref(state.step), -1 if due else generation
