@@ -52,7 +52,8 @@ def jvp(
         torch.func.jvp(loss, (params,), (tangents,))
 
     Args:
-        stages, schedule, transport, engine, loss_weights, has_aux, tied: as in :func:`ppfunc.evaluate`.
+        stages, schedule, transport, engine, loss_weights, has_aux, tied: the arguments of
+            :func:`ppfunc.evaluate`.
         loss_fn: ``loss(y, target) -> scalar``; None to differentiate the outputs.
 
     Returns:
@@ -107,7 +108,7 @@ def hvp(
         grads, products = torch.func.jvp(torch.func.grad(loss), (params,), (tangents,))
 
     Args:
-        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: as in
+        stages, loss_fn, schedule, transport, engine, loss_weights, has_aux, tied: the arguments of
             :func:`ppfunc.value_and_grad`.
 
     Returns:
@@ -148,7 +149,7 @@ def _loss_and_slope(result: StepResult) -> Any:
 
 
 def _output_tangents(result: StepResult) -> Any:
-    """Take apart outputs and their tangents; of microbatches where those are apart."""
+    """Take apart outputs and their tangents, microbatch by microbatch where microbatches are apart."""
     pairs = result.outputs
     if isinstance(pairs, Microbatches):
         pairs = [pairs.map(itemgetter(n)) for n in (0, 1)]
@@ -234,14 +235,14 @@ def _moving(inputs: Any, tangents: Any) -> Any:
 
 
 def _unmoved(inputs: Any) -> Any:
-    """Pair the batch with None for tangents, in the form of the batch."""
+    """Pair the batch with empty tangents, in the form of the batch."""
     if isinstance(inputs, Microbatches):
         return inputs.map(lambda x: (x, None))
     return None if inputs is None else (inputs, None)
 
 
 def _with_zeros(primal: Any, tangents: Any, name: str) -> tuple[Any, Any]:
-    """Pair a tree with its tangents, with zeros for None where there could be a tangent."""
+    """Pair a tree with its tangents; leaves that could have a tangent and have no such tensor get zeros."""
     leaves, treedef = tree_flatten(primal)
     return primal, treedef.unflatten(
         torch.zeros_like(leaf) if tangent is None and differentiable(leaf.dtype) else tangent
@@ -266,11 +267,11 @@ def per_sample_grad(
     Equivalent to ``torch.func.vmap(torch.func.grad(loss), (None, 0, 0))`` over samples, each a batch of one.
 
     Args:
-        stages: as in :func:`ppfunc.value_and_grad`. Every leaf that they take or return, except the
+        stages: the stages of :func:`ppfunc.value_and_grad`. Every leaf that they take or return, except the
             parameters, has a leading batch axis b. Samples do not depend on each other. A split is traced for
             a batch of one, and has no state.
         loss_fn: ``loss(y, target) -> scalar``, called with batches of one.
-        schedule, transport, engine, tied: as in :func:`ppfunc.value_and_grad`.
+        schedule, transport, engine, tied: the arguments of :func:`ppfunc.value_and_grad`.
         samples: b, the number of samples in a microbatch.
         randomness: random numbers of a stage that draws some: ``"different"`` for each sample, or ``"same"``
             for all; by default such a stage raises.
@@ -321,7 +322,7 @@ def _read(
     seed: Seed = None,
     extras: Mapping[int, Any] | None = None,
 ) -> RawArguments:
-    """Read the arguments of a step for so many samples in each of m microbatches."""
+    """Read the arguments of a step of m microbatches, each of this number of samples."""
     further = {f"extras[{s}]": batch for s, batch in by_stage(extras or {}, "extras").items()}
     for name, batch in {"inputs": inputs, "targets": targets, **further}.items():
         _require_samples(batch, samples, m, name)
@@ -332,7 +333,7 @@ def _read(
 
 
 def _require_per_sample(stages: Stages, samples: Any) -> None:
-    """Raise for stages with a state, of which there is none per sample, or an invalid number of samples."""
+    """Raise for stages with a state, which no sample has for itself, or an invalid number of samples."""
     if isinstance(stages, Split) and stages.state:
         name, *_ = next(iter(stages.state.values()))
         raise ValueError(

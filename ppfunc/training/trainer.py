@@ -69,9 +69,9 @@ class LoweredTraining(Shown):
     Args:
         step: the gradients.
         state: before the step, on the device meta.
-        rule: how gradients become new parameters.
-        ranks: those that train together.
-        inputs: as the caller gives them, on the device meta.
+        rule: the rule by which gradients become new parameters.
+        ranks: the ranks that train together.
+        inputs: the inputs of the caller, on the device meta.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Trainer:
     of the others, with its text.
 
     Args:
-        stages, loss_fn, engine, tied, trainable: as in :func:`value_and_grad`.
+        stages, loss_fn, engine, tied, trainable: the arguments of :func:`value_and_grad`.
         schedule: the program of every rank of a pipeline. ``REDUCE_TIED``, ``REDUCE_GRAD`` and ``STEP`` are
             placed anew.
         optimizer: updates one stage at a time. ``chain(clip_by_global_norm(1.0), adamw(1e-3))`` clips by the
@@ -137,13 +137,13 @@ class Trainer:
         transport: ``P2P(mesh=mesh, axes=axes, shard=...)`` for the ranks of a mesh that train together;
             ``InProcess()`` by default. :class:`P2P` says what ``shard`` cuts over the data ranks.
         precision: dtypes of computing, reducing and keeping parameters, and the scale of the loss.
-        on_nonfinite: what a step does if loss or gradients are not finite. ``"skip"`` leaves parameters,
+        on_nonfinite: the effect of a loss or gradients that are not finite. ``"skip"`` leaves parameters,
             optimizer and states of stages as they were. ``"raise"`` raises on every rank and names the rank,
             stage, microbatch and instruction that was first; it reads a number from the device in every step,
             and runs a step that fails a second time. ``"ignore"`` updates all the same.
         checksum_every: compare the states of data ranks, and the batches of ranks that run the same, after
             every so many steps, as in the first; the batches of other steps are not compared.
-        reduce_state: how the states of stages, such as running statistics, go together over the data ranks:
+        reduce_state: the reduction of the states of stages, such as running statistics, over the data ranks:
             ``{"*counts": "sum", "*": "mean"}``, by patterns of names: the mean of the states of all data
             ranks, of integers rounded down, or the state before a step and the sum of all changes. Both are
             computed in float64 or int64. Without it, stages with a state are refused if there are several
@@ -151,7 +151,7 @@ class Trainer:
         update_state: ``(stage, state) -> state``, called with the state of each stage at the end of a step,
             once it is the same on all data ranks: to change a bias by counts, say. A skipped update leaves
             the state as it was.
-        overlapped: as in :func:`value_and_grad`, for schedules such as ``dualpipev``.
+        overlapped: the argument of :func:`value_and_grad`, for schedules such as ``dualpipev``.
 
     Parameters, inputs and the leaves of the state are tensors or DTensors; a stage gets the local tensors.
     In every step, ranks compare their options, the hyperparameters of optimizer and scale, and the seed. For
@@ -322,8 +322,8 @@ class Trainer:
         """Run one step on the batch of this data rank.
 
         Args:
-            inputs, targets, seed, extras: as in :func:`ppfunc.value_and_grad`. Random numbers depend on the
-                place of a microbatch among those of all data ranks.
+            inputs, targets, seed, extras: the arguments of :func:`ppfunc.value_and_grad`. Random numbers
+                depend on the place of a microbatch among those of all data ranks.
             loss_weights: weight of every microbatch, such as its number of tokens; divided by their sum over
                 all data ranks. Equal by default. All ranks pass weights, or none does. A microbatch of
                 weight 0 contributes nothing, as in :func:`ppfunc.value_and_grad`; over an axis of experts or
@@ -366,8 +366,8 @@ class Trainer:
 
         Args:
             batches: inputs and targets of every step, all of one form.
-            loss_weights, extras: those of every step.
-            return_losses, return_outputs, return_norms: as in :meth:`step`.
+            loss_weights, extras: the weights and extras of every step.
+            return_losses, return_outputs, return_norms: the arguments of :meth:`step`.
 
         Raises:
             As :meth:`step`.
@@ -427,7 +427,7 @@ class Trainer:
         self, run: Callable[..., Any], rule: UpdateRule, state: TrainState, batches: tuple[Any, ...],
         by_leaf: bool = False,
     ) -> tuple[TrainingUpdate, Any]:  # fmt: skip
-        """Run a call on a state and the batches of its steps; return the update, and what ``run`` returns."""
+        """Run a call on a state and the batches of its steps; return the update and the result."""
         self._require_open()
         last, generation, trains = self._last, self.transport.generation, rule is self._rule
         known = last.goes_on(state, generation)
@@ -450,8 +450,8 @@ class Trainer:
         rank calls it.
 
         Args:
-            params, state: as of :meth:`init`; tensors, also on the device meta, or their signatures.
-            inputs, targets, extras: as of :meth:`step`, likewise.
+            params, state: the arguments of :meth:`init`; tensors, also on the device meta, or signatures.
+            inputs, targets, extras: the arguments of :meth:`step`, likewise.
 
         Raises:
             As :meth:`init` and :meth:`step`.
@@ -499,7 +499,7 @@ class Trainer:
 
 
 def completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, Schedule]:
-    """Complete a schedule by the sums, the updates and the gathers; return the one of evaluations as well."""
+    """Complete a schedule by sums, updates and gathers; also return the schedule of evaluations."""
     plain = remove_unshards(remove_tail(schedule))
     complete = insert_unshards if sharded else lambda schedule: schedule
     trained = append_tail(complete(plain), tied=tied or bool(schedule.replicas))
@@ -507,7 +507,7 @@ def completed(schedule: Schedule, sharded: bool, tied: bool) -> tuple[Schedule, 
 
 
 def _rows_of(tree: Any, n: int, steps: int) -> Any:
-    """Take the rows of one of several steps out of a tree, or Microbatches, of the rows of all."""
+    """Take the rows of step ``n`` out of a tree, or Microbatches, of the rows of all steps."""
     if isinstance(tree, Microbatches):
         rows = list(tree)
         size = len(rows) // steps
@@ -521,7 +521,7 @@ def _wanted(losses: bool, outputs: bool) -> tuple[str, ...]:
 
 
 def _state_and_metrics(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
-    """Return the new state, and the metrics of every step with what stages and loss have returned."""
+    """Return the new state, and the metrics of every step, completed by the results of stages and loss."""
     count, aux = len(update.metrics), result.aux
     metrics = [
         each._replace(

@@ -26,7 +26,7 @@ update_scale = torch._amp_update_scale_
 
 
 def looked_through(trees: Any) -> bool:
-    """Tell whether a transform or autograd sees what is computed of these trees.
+    """Tell whether a transform or autograd sees the computations on these trees.
 
     Parameters of modules are values: who trains them wants no graph from step to step.
     """

@@ -29,11 +29,12 @@ class LeafPlan(NamedTuple):
     """Describe the leaves of the trees of an update, for trees of one form.
 
     Args:
-        structures: of the parameters, and of the state.
-        forms: of the parameters, their gradients and the state; empty for trees that a transform wraps.
-        names: of the trees of the state, which are like the parameters.
+        structures: the structures of the parameters and of the state.
+        forms: the forms of the parameters, their gradients and the state; empty for trees that a transform
+            wraps.
+        names: the names of the trees of the state, which are like the parameters.
         trained: the numbers of the parameters that have gradients; of these alone the state has leaves.
-        decays: of every parameter.
+        decays: the weight decay of every parameter.
         groups: the decay, and positions in ``trained`` of leaves with that decay, one device and one real
             dtype.
         plain: the kernels can work on the tensors as they are.
@@ -56,7 +57,7 @@ def plan_of(
 
     Args:
         state: the number of updates, then the trees of these names.
-        decays: of every parameter.
+        decays: the weight decay of every parameter.
         guarded: note their forms.
 
     Raises:
@@ -90,7 +91,9 @@ def plan_of(
 def state_column(
     name: str, tree: Tree, params: Sequence[torch.Tensor], treedef: PyTreeSpec
 ) -> list[torch.Tensor | None]:
-    """Return the leaf of each parameter in a tree of the state; None for parameters that do not train.
+    """Return the leaf of each parameter in a tree of the state.
+
+    Parameters that do not train have None.
 
     Raises:
         ValueError: a leaf that does not match its parameter.
@@ -197,7 +200,7 @@ def optimizer_of(
     """Make an optimizer whose state counts its updates, and has trees that begin with zeros.
 
     Args:
-        name, numbers: for its text.
+        name, numbers: the parts of its text.
         pure: computes the update by operators that transforms see through, such as :func:`by_formula`.
         states: the names of the trees, of leaves like the parameters.
         weight_decay, mask: see :func:`adamw`.
@@ -313,7 +316,7 @@ def _by_kernel(
     kernel: Kernel, donate: bool, plan: LeafPlan, params: Leaves, grads: Leaves, columns: Sequence[Leaves],
     found_inf: Tensor | None, step: Tensor, rate: Any,
 ) -> list[Leaves]:  # fmt: skip
-    """Update in place, in new memory or in that of the arguments, one group of leaves after the other.
+    """Update group after group of leaves in place: in new memory, or in the memory of the arguments.
 
     Args:
         donate: see :func:`adamw`.
@@ -520,12 +523,12 @@ def sgd(
     of every gradient.
 
     Args:
-        lr: as in :func:`adamw`.
+        lr: the learning rate, as in :func:`adamw`.
         momentum: decay of the buffer; 0 keeps none.
         weight_decay: share of each parameter added to its gradient.
         nesterov: look ahead along the momentum.
-        mask: as in :func:`adamw`.
-        donate: as in :func:`adamw`.
+        mask: the parameters that decay, as in :func:`adamw`.
+        donate: whether an update may write into its arguments, as in :func:`adamw`.
 
     Raises:
         ValueError, TypeError: a number that is negative or not finite, or none; ``nesterov`` without

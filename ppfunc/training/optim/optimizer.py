@@ -31,7 +31,7 @@ UpdateLeaves = Callable[[Leaves, Leaves, Leaves, torch.Tensor | None], tuple[Lea
 
 @naming_arguments
 class Optimizer(NamedTuple):
-    """Pair the functions of an optimizer; any such pair serves as one.
+    """Pair the functions of an optimizer; any such pair serves as an optimizer.
 
     Unlike in optax, ``update`` returns the new parameters, not differences to add to them: torch's fused
     kernels compute both at once.
@@ -44,7 +44,7 @@ class Optimizer(NamedTuple):
             is read by the host to know it. The trainer updates one stage, or shards of its leaves, at a time.
         clipped: the clip and the optimizer that :func:`chain` was given. A trainer clips by the norm of all
             stages, then runs that optimizer.
-        text: its name and numbers, which ranks that train together compare in every step, or a function that
+        text: the name and numbers, which ranks that train together compare in every step, or a function that
             writes them; by default the name of ``update``.
         elementwise: an update works element by element, whole matrices of :func:`muon` aside. Others are
             refused by a trainer that cuts parameters over ranks.
@@ -79,7 +79,7 @@ class Optimizer(NamedTuple):
 
 
 def prepared(optimizer: Optimizer, state: Tree, params: Tree) -> UpdateLeaves | None:
-    """Make the update of trees of this form from the leaves of one to those of the next; None without one."""
+    """Make the function that updates the leaves of trees of these forms, if the optimizer has any."""
     if optimizer.on_leaves is None or optimizer.on_leaves[0] is not optimizer.update:
         return None
     return optimizer.on_leaves[1](state, params)
@@ -95,7 +95,7 @@ def require_pair(name: str, pair: Any) -> None:
 
 
 def unclipped(name: str, optimizer: Any, how: str) -> Optimizer:
-    """Return an optimizer whose update takes ``found_inf``; raise ValueError for one that clips."""
+    """Return an optimizer whose update takes ``found_inf``; raise ValueError for an optimizer that clips."""
     require_pair(name, optimizer)
     if getattr(optimizer, "clipped", None) is not None:
         raise ValueError(f"{name}: got {text_of(optimizer)}, which clips {how}")
@@ -110,7 +110,7 @@ def text_of(thing: Any) -> str:
 
 
 def skipping(optimizer: Optimizer) -> Optimizer:
-    """Make an optimizer whose update takes ``found_inf`` from one whose update may not.
+    """Give the update of an optimizer the argument ``found_inf``, if it lacks it.
 
     Equivalent to: update; where ``found_inf`` is 1, take the old parameters and state.
     """
@@ -160,7 +160,7 @@ def selected(found_inf: torch.Tensor | None, old: Tree, new: Tree) -> Tree:
 
 
 def from_updates(transform: Any) -> Optimizer:
-    """Make an optimizer from one in optax's form, as TorchOpt's are, whose update returns differences.
+    """Make an optimizer from a transform in optax's form, as TorchOpt's, whose update returns differences.
 
     Equivalent to:
         updates, state = transform.update(grads, state, params=params)
@@ -323,8 +323,8 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
     None in the place of parameters of other groups.
 
     Args:
-        groups: by patterns of names, as of a shell, alternatives divided by ``|``. The first that matches
-            counts.
+        groups: optimizers by patterns of names, as of a shell, alternatives divided by ``|``. The first
+            that matches counts.
         choose: chooses one of the keys of ``groups`` instead, which then are no patterns.
 
     Raises:
@@ -440,7 +440,7 @@ def divided(
 
 
 def _groups(tree: Tree, treedef: PyTreeSpec, numbers: Sequence[int], groups: int) -> list[Tree]:
-    """Divide a tree, given the group of every leaf; None stands for the leaves of other groups."""
+    """Divide a tree by the group of every leaf. Leaves of other groups become None."""
     leaves = treedef.flatten_up_to(tree)
     return [
         treedef.unflatten(x if n == number else None for x, n in zip(leaves, numbers, strict=True))

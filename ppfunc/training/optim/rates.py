@@ -23,8 +23,9 @@ class Rate(NamedTuple):
     """Compute a learning rate that changes: a function whose numbers can be read.
 
     Args:
-        text: its name and numbers, which ranks that train together compare.
-        of: from the number of updates made before, int64[], to the rate of the next update, float64[].
+        text: the name and numbers, which ranks that train together compare.
+        of: the function from the number of updates made before, int64[], to the rate of the next update,
+            float64[].
     """
 
     text: str
@@ -98,7 +99,7 @@ def _share(updates: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def rate_after(lr: LearningRate, updates: torch.Tensor) -> torch.Tensor | float:
-    """Return the rate after so many updates."""
+    """Return the rate after this number of updates."""
     return lr(updates) if callable(lr) else lr
 
 
@@ -107,7 +108,7 @@ def rates_of(rate: Callable[[Any, torch.Tensor], Any], state: Any) -> list[float
 
     Args:
         rate: see :class:`Optimizer`.
-        state: of the optimizer, of a stage.
+        state: the state of the optimizer for a stage.
     """
     found = list[float]()
     with suppress(Exception):  # a table ends somewhere
@@ -136,7 +137,7 @@ def text_of_rate(lr: LearningRate) -> str:
 
 
 def _value_of(lr: Callable[[torch.Tensor], torch.Tensor | float], updates: int) -> float | str:
-    """Compute a rate after so many updates, or name the error that it raises: a table ends somewhere."""
+    """Compute a rate after a number of updates, or name the error that it raises: a table ends somewhere."""
     try:
         rate = lr(torch.tensor(updates, device="cpu"))
         if isinstance(rate, torch.Tensor) and rate.numel() == 1:

@@ -61,7 +61,7 @@ def muon(
     matrices are dealt to these ranks by size.
 
     Args:
-        lr: as in :func:`adamw`.
+        lr: the learning rate, as in :func:`adamw`.
         momentum: decay of the mean.
         weight_decay: share of each matrix removed per update, times ``lr``.
         nesterov: look ahead along the momentum.
@@ -141,7 +141,7 @@ def _muon(
 
 
 def _direction(matrix: Tensor, steps: int, match_rms: bool) -> Tensor:
-    """Bring the singular values of a matrix near 1, or those of every matrix of a stack, and scale it."""
+    """Bring the singular values of a matrix, or of each matrix of a stack, near 1, and scale it."""
     rows, columns = matrix.shape[-2:]
     ratio = 0.2 * sqrt(max(rows, columns)) if match_rms else sqrt(max(1, rows / columns))
     return ratio * _orthogonal(matrix, steps).to(matrix.dtype)

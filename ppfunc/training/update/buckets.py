@@ -26,9 +26,9 @@ class LeafPlace(NamedTuple):
     """Place a leaf in a bucket.
 
     Args:
-        leaf: its number among the leaves of the tree.
-        offset: of its first element, in elements of the bucket.
-        shape: of the leaf.
+        leaf: the number of the leaf in its tree.
+        offset: the place of its first element, in elements of the bucket.
+        shape: the shape of the leaf.
     """
 
     leaf: int
@@ -40,9 +40,9 @@ class Bucket(NamedTuple):
     """Describe the layout of a flat buffer of one dtype.
 
     Args:
-        dtype: of all of its leaves.
+        dtype: the dtype of all leaves.
         numel: elements, gaps between leaves counted.
-        places: its leaves.
+        places: the places of its leaves.
     """
 
     dtype: torch.dtype
@@ -111,9 +111,9 @@ class Sums(NamedTuple):
     """Name the ranks over which the gradient of a parameter is summed.
 
     Args:
-        ranks: all of them, which hold the same of it when it is whole.
-        parts: those of them over which it may be cut.
-        copies: those that get the same part.
+        ranks: all these ranks, which hold the same values of it when it is whole.
+        parts: the ranks over which it may be cut.
+        copies: the ranks that get the same part.
     """
 
     ranks: Collective
@@ -122,11 +122,11 @@ class Sums(NamedTuple):
 
 
 def shard_dim(shape: Sequence[int], ranks: int, taken: Collection[int] = ()) -> int | None:
-    """Find the first dimension that no other axis cuts and that divides by the number of ranks, else None.
+    """Find the first dimension that no other axis cuts and that divides by the number of ranks, if any.
 
     Args:
-        shape: of the whole leaf, or of the shard of it that another axis leaves.
-        ranks: of the axis.
+        shape: the shape of the whole leaf, or of the shard of it that another axis leaves.
+        ranks: the number of ranks of the axis.
         taken: the dimensions that other axes cut.
 
     >>> shard_dim((3, 4), 2), shard_dim((4, 4), 2, taken={0}), shard_dim((1,), 2), shard_dim((), 2)
@@ -151,7 +151,7 @@ def shard(leaves: Sequence[torch.Tensor], dims: Dims, ranks: int, rank: int) -> 
 def gather(
     shards: Sequence[torch.Tensor], dims: Dims, ranks: Collective, *, most: int = MOST
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """Begin to gather whole leaves from the shards of all ranks, those of :func:`shard`.
+    """Begin to gather whole leaves from the shards of all ranks, as :func:`shard` cuts them.
 
     Returns:
         A function to call once. It waits, and returns the whole leaves in new memory. Leaves that are not cut
@@ -196,7 +196,7 @@ def whole_shape(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int,
 
 
 def part_signature(leaf: torch.Tensor | LeafSignature, dim: int | None, ranks: int) -> LeafSignature:
-    """Return the signature of one of so many equal parts of a leaf."""
+    """Return the signature of each of ``ranks`` equal parts of a leaf."""
     return LeafSignature(
         tuple(size // ranks if d == dim else size for d, size in enumerate(leaf.shape)), leaf.dtype, False
     )
@@ -223,8 +223,8 @@ class _Memory(NamedTuple):
     """Hold the memory of a bucket.
 
     Args:
-        flat: where microbatches are added up.
-        sent: what is added up over ranks: ``flat``, or its values in another dtype.
+        flat: the buffer in which microbatches are added up.
+        sent: the buffer that is added up over ranks: ``flat``, or its values in another dtype.
         total: the sum over ranks: ``sent``, or this rank's part of it.
         leaves, totals: views of ``flat`` and ``total``.
         over: the ranks of the sum.
@@ -251,12 +251,12 @@ class Reducer:
 
     Args:
         leaves: signatures of the gradients as they are added up over microbatches; floating or complex.
-        dims: of every leaf, the dimension of which each rank gets a part of the sum; None where it gets the
+        dims: the dimension of every leaf of which each rank gets a part of the sum; None where it gets the
             whole.
         over: the ranks over which the gradient of every leaf is added up.
         fixed: leaves that are not added up.
-        dtype: in which real gradients are added up over ranks; by default that of the leaf.
-        device: of the buckets.
+        dtype: the dtype in which real gradients are added up over ranks; by default the leaf's own.
+        device: the device of the buckets.
         most: bytes of a bucket.
     """
 
@@ -333,7 +333,7 @@ class Reducer:
         return None if self._waits is not None or self._missing else self._whole
 
     def put_back(self, gradients: Leaves) -> None:
-        """Replace the sums that ``take`` gave by those over all places of the leaves.
+        """Replace the sums that ``take`` gave by the sums over all places of the leaves.
 
         ``launch`` copies them, not this: what ``take`` gave may still be on its way to other places.
         """
@@ -404,7 +404,7 @@ class Reducer:
 
 
 def _add_copies(memory: _Memory, wait: Wait) -> None:
-    """Wait for this rank's part of a sum, then add up those of the ranks that have the same part."""
+    """Wait for this rank's part of a sum, then add up the ranks that have the same part."""
     wait()
     memory.over.copies.all_reduce(memory.total)()
 

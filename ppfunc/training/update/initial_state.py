@@ -34,8 +34,8 @@ def initial_state(
     """Make the state of these parameters, which are the state's afterwards.
 
     Args:
-        device: of the count of steps, where no parameter has one.
-        stage_state: of the stages that have a state.
+        device: the device of the count of steps, where there is no parameter.
+        stage_state: the states of the stages that have a state.
         optimizer: an earlier state of the optimizer, by stage, to go on from.
 
     Raises:
@@ -97,11 +97,11 @@ def _own(storages: set[int], leaf: torch.Tensor) -> torch.Tensor:
 def _cut(
     rule: UpdateRule, ranks: TrainingRanks, params: Tree, fixed: Collection[int], name: str
 ) -> tuple[Tree, Tree]:
-    """Cut the parameters of a stage; return them, and the optimizer state of those that train.
+    """Cut the parameters of a stage; return them, and the optimizer state of the trained parameters.
 
     Args:
-        fixed: the numbers of frozen ones.
-        name: for errors.
+        fixed: the numbers of frozen parameters.
+        name: the name of the parameters, for errors.
     """
     leaves, treedef = flatten(params, name)
     cuts = ranks.cuts(leaves)
@@ -131,8 +131,8 @@ def _require_elementwise(
     """Raise ValueError for an optimizer that may work on whole parameters, of which ranks hold parts.
 
     Args:
-        splits: of every parameter, a dimension along which ranks keep parts, None where each has the whole.
-        name: of the parameters, for errors.
+        splits: a dimension of every parameter along which ranks keep parts; None where each has the whole.
+        name: the name of the parameters, for errors.
     """
     parts = [path for path, dim in zip(tree_paths(params, name), splits, strict=True) if dim is not None]
     if parts and not optimizer.elementwise:
@@ -185,13 +185,13 @@ def _laid_out(
 def _carried_on(
     made: Tree, before: Tree, params: optree.PyTreeSpec, fixed: Collection[int], name: str
 ) -> Tree:
-    """Return an optimizer state with the leaves of an earlier one, which other parameters may have had.
+    """Return an optimizer state with the leaves of an earlier state, of other frozen parameters.
 
     Args:
         made: the state of the parameters that train now; leaves that the earlier one lacks stay.
         params: the structure of all parameters.
         fixed: the numbers of those that are frozen now.
-        name: of ``before``, for errors.
+        name: the name of ``before``, for errors.
     """
 
     def by_path(tree: Tree) -> dict[str, tuple[torch.Tensor | None, int | None]]:

@@ -40,14 +40,14 @@ from .update_rule import UpdateRule
 
 
 class Conclusion(NamedTuple):
-    """Hold what follows from the sums over all ranks.
+    """Hold the conclusions from the sums over all ranks.
 
     Args:
         loss, norm, scale: see :class:`Metrics`.
-        found_inf, skipped: 1 where loss or gradients are not finite, and where the update is left out for it,
-            float32[].
+        found_inf, skipped: flags, 1 where loss or gradients are not finite, and where the update is left out
+            for it, float32[].
         step: the number of updates with this one.
-        factor: of the gradients, None for 1.
+        factor: the factor of the gradients, None for 1.
     """
 
     loss: torch.Tensor
@@ -72,7 +72,7 @@ def shares(
     processes.
 
     Args:
-        norms: by stage of the model, the results of :func:`leaf_norms`.
+        norms: the results of :func:`leaf_norms`, by stage of the model.
         losses: weighted, of last stages.
     """
     zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -89,7 +89,7 @@ def conclude(
 
     Args:
         step: the number of updates so far.
-        loss_scale: None for 1.
+        loss_scale: the scale of the loss; None for 1.
         skips: an update is left out where a number is not finite.
     """
     loss = sums[0]
@@ -105,13 +105,13 @@ def conclude(
 
 
 def unscaled_norm(sums: torch.Tensor, clip: Clip, scale: torch.Tensor | None) -> torch.Tensor:
-    """Compute norms of gradients from the sums of those that the loss scale has multiplied."""
+    """Compute norms of gradients from the sums of gradients that the loss scale has multiplied."""
     norm = norm_of(sums, clip.norm_type)
     return norm if scale is None else norm / scale
 
 
 def start_largest(ranks: Collective, norms: torch.Tensor) -> Wait:
-    """Begin to replace norms by the largest of all ranks, NaN if one of them is.
+    """Begin to replace norms by the largest of all ranks, or NaN if any norm is NaN.
 
     The maximum of a backend may leave NaN out; a sum does not.
     """
@@ -132,7 +132,7 @@ def start_largest(ranks: Collective, norms: torch.Tensor) -> Wait:
 def losses_of_all(
     ranks: TrainingRanks, each: Mapping[int, torch.Tensor], device: torch.device
 ) -> torch.Tensor:
-    """Put the losses of this process in their places among those of all data ranks: float64[ranks * m].
+    """Put the losses of this process in their places among the losses of all data ranks: float64[ranks * m].
 
     Args:
         each: the losses, by microbatch; their sum over all ranks completes the others.
@@ -175,17 +175,17 @@ class TrainingUpdate(ParameterUpdate):
     """Reads the arguments of one call of a trainer, of one step or of several, and updates the parameters.
 
     Args:
-        rule: how gradients become new parameters.
+        rule: the rule by which gradients become new parameters.
         ranks: the ranks that train together.
-        trees: by stage, the trees of the state that was read last; shared by the calls of a trainer.
-        idle: by stage, the reducers that no call uses; shared by the calls of a trainer.
+        trees: the trees of the state that was read last, by stage; shared by the calls of a trainer.
+        idle: the reducers that no call uses, by stage; shared by the calls of a trainer.
         known: whether the state goes on from the last step, on all ranks; else they compare it.
         by_leaf: whether the metrics get norms by stage and by leaf.
 
     Attributes:
         state: the state from which the call begins, and which stays as it is; after each update the new one.
         stages: the leaves of the state, by stage.
-        metrics: of every update.
+        metrics: the metrics of every update.
     """
 
     state: TrainState
@@ -235,8 +235,8 @@ class TrainingUpdate(ParameterUpdate):
 
         Args:
             pairs: inputs and targets of every step.
-            loss_weights, extras: one entry per step, or None; an entry may be None too.
-            seed: of the first step.
+            loss_weights, extras: entries, a single entry per step, or None; an entry may be None too.
+            seed: the seed of the first step.
 
         Raises:
             TypeError, ValueError: not a state of this trainer, not a list of pairs, no pairs, a negative
@@ -368,7 +368,7 @@ class TrainingUpdate(ParameterUpdate):
     def join(
         self, buffers: Buffers, losses: Sequence[torch.Tensor], each: Mapping[int, torch.Tensor] | None
     ) -> None:
-        """Sum the norm and the loss over all ranks, and conclude from them what updates do."""
+        """Sum the norm and the loss over all ranks, and conclude from them the effect of updates."""
         rule, world = self._rule, self._ranks.world
         for stage in sorted({*self._gradients, *self._reducers}):
             self._await_sums(stage)
@@ -447,7 +447,7 @@ class TrainingUpdate(ParameterUpdate):
         self._gathers.clear()
 
     def _require_apart(self, stage: int, now: list[int | None]) -> None:
-        """Raise ValueError if the update of another stage has written into the leaves of this one."""
+        """Raise ValueError if the update of another stage has written into the leaves of this stage."""
         begun = self._versions.pop(stage, now)
         if begun != now:
             n = next(n for n, (one, other) in enumerate(zip(begun, now, strict=True)) if one != other)
@@ -457,7 +457,7 @@ class TrainingUpdate(ParameterUpdate):
             )
 
     def _renew(self, stage: int, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Replace the parameters of a stage in the state by new ones, of which this rank has these parts.
+        """Replace the parameters of a stage in the state by these parts of new parameters.
 
         Return them with the strides of those before, for which programs were traced.
         """
@@ -472,7 +472,7 @@ class TrainingUpdate(ParameterUpdate):
         return params
 
     def _gather(self, buffers: Buffers, stage: int, shards: Sequence[torch.Tensor]) -> None:
-        """Begin to gather the new parameters of a stage; the memory is that of two stages at a time."""
+        """Begin to gather the new parameters of a stage; at most two stages take memory at a time."""
         left, precision = self._updates_left[stage], self._rule.precision
         del buffers.params[stage]
 
@@ -549,7 +549,7 @@ class TrainingUpdate(ParameterUpdate):
 
 
 def _of_every_step(name: str, values: Any, steps: int) -> Sequence[Any]:
-    """Return one value for each step; raise ValueError for another number, or if only some have one."""
+    """Return a value for each step; raise ValueError for another number of values."""
     if values is None:
         return [None] * steps
     if not isinstance(values, list | tuple) or len(values) != steps or len({v is None for v in values}) > 1:

@@ -18,16 +18,19 @@ _LARGEST = torch.finfo(torch.float32).max  # scales are kept in float32
 @naming_arguments
 @dataclass(frozen=True)
 class Precision:
-    """Choose the dtypes of a training step, None for those of the parameters, and the loss scale.
+    """Choose the dtypes of a training step, by default the dtypes of the parameters, and the loss scale.
 
     Buffers of modules keep their dtypes: tables of angles stay in float32. Under ``torch.autocast``, in which
     a step may be called instead, parameters stay in theirs, and each operator chooses.
 
     Args:
-        compute: of parameters and floating inputs in the stages. A model that was split is traced for it.
-        reduce: of the sums of gradients over ranks; also over microbatches if it is wider than the gradients.
-        master: of the parameters in the state, and of their optimizer state.
-        scale: of the loss: :func:`dynamic_scale`, for a trainer that skips updates, or :func:`static_scale`.
+        compute: the dtype of parameters and floating inputs in the stages. A model that was split is
+            traced for it.
+        reduce: the dtype of the sums of gradients over ranks; also over microbatches if it is wider than the
+            gradients.
+        master: the dtype of the parameters in the state, and of their optimizer state.
+        scale: the scale of the loss: :func:`dynamic_scale`, for a trainer that skips updates, or
+            :func:`static_scale`.
 
     Raises:
         ValueError: a dtype that is not floating, or masters without ``compute``.
@@ -61,11 +64,11 @@ class Precision:
             )
 
     def to_compute(self, tree: Tree) -> Tree:
-        """Cast floating leaves to ``compute``; complex, integer and boolean ones are returned as they are."""
+        """Cast floating leaves to ``compute``; all others are returned as they are."""
         return cast(tree, self.compute)
 
     def to_kept(self, tree: Tree, fixed: Collection[int] = ()) -> Tree:
-        """Cast floating leaves to ``master``; frozen ones, of these numbers, only without ``compute``."""
+        """Cast floating leaves to ``master``; frozen leaves, of these numbers, only without ``compute``."""
         leaves, treedef = tree_flatten(tree)
         masters = cast(leaves, self.master)
         stays = () if self.compute is None else fixed
@@ -90,7 +93,7 @@ class LossScale:
         init: ``init(device) -> state``, a dictionary with ``scale``, float32[].
         update: ``update(state, found_inf) -> state``, after every step; ``found_inf``, float32[], is 1 if its
             gradients have overflowed. It leaves its argument as it is, and the host reads no value.
-        text: its name and numbers, which ranks that train together compare.
+        text: the name and numbers, which ranks that train together compare.
         changes: ``update`` may change the state: steps have to skip updates that overflow.
     """
 

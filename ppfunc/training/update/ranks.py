@@ -30,10 +30,10 @@ class CutMatrices(NamedTuple):
     """Name the leaves whose matrices, of their last two dimensions, are cut over the ranks of an axis.
 
     Args:
-        axis: its name.
-        ranks: of the axis; None for one that the transport does not know.
-        cuts: by number of the leaf, the dimension that is cut, and its length over all ranks.
-        sizes: by number of the leaf, the elements of all of it, equal on every rank of all axes.
+        axis: the name of the axis.
+        ranks: the ranks of the axis; None for an axis that the transport does not know.
+        cuts: the dimension that is cut, and its length over all ranks, by number of the leaf.
+        sizes: the elements of the whole leaf, by number of the leaf, equal on every rank of all axes.
     """
 
     axis: str
@@ -55,8 +55,8 @@ def on_matrices(
     leaves.
 
     Args:
-        fn: of one leaf, which may be a stack of matrices; returns a tensor of the same form.
-        leaves: by number, of one dtype.
+        fn: a function of a leaf, which may be a stack of matrices; returns a tensor of the same form.
+        leaves: leaves by number, all of one dtype.
         axes: the first is that which cut last.
 
     Raises:
@@ -80,7 +80,7 @@ def on_matrices(
     def exchange(
         sent: list[list[torch.Tensor]], shapes: Sequence[Sequence[Sequence[int]]]
     ) -> list[list[torch.Tensor]]:
-        """Send tensors to each rank; return those of these shapes that each sends to this one."""
+        """Send tensors to each rank; return the tensors, of these shapes, that each sends to this rank."""
         flat = torch.cat([like.new_empty(0), *(t.reshape(-1) for t in chain(*sent))])
         lengths = [list(map(math.prod, each)) for each in shapes]
         sends = [sum(t.numel() for t in each) for each in sent]
@@ -143,8 +143,8 @@ class Cut(NamedTuple):
         part: the dimension of which each data rank adds its part to the norm. None where the first data rank
             adds the whole. It does not depend on what is sharded, so that the norm always has the same bits.
         dim: the dimension that is cut over the data ranks, None where each has the whole.
-        layout: as stages are given it: over the axes of model and experts; None for a plain tensor.
-        kept: as each data rank keeps its part.
+        layout: the layout that stages are given: over the axes of model and experts; None for a plain tensor.
+        kept: the layout in which each data rank keeps its part.
         over: the ranks over which its gradient is summed.
         repeated: model ranks have the same of it.
     """
@@ -158,7 +158,7 @@ class Cut(NamedTuple):
 
     @property
     def split(self) -> int | None:
-        """Return a dimension along which ranks of any axis keep parts, None where each has the whole."""
+        """Return a dimension along which ranks of any axis keep parts, if there is any."""
         if self.dim is not None or self.layout is None:
             return self.dim
         return next((p.dim for p in placements_of(self.layout.placements) if hasattr(p, "dim")), None)
@@ -170,17 +170,17 @@ def placements_by_axis(layout: MeshLayout | None) -> dict[str, Placement]:
 
 
 class TrainingRanks(NamedTuple):
-    """Describe the ranks that train together, as one of them sees them.
+    """Describe the ranks that train together, as this process sees them.
 
     Args:
         shard: ``"optimizer"`` or ``"params"``, which is cut over the data ranks, or ``"none"``.
         schedule: places stages on ranks.
-        ranks: of the pipeline, in this process.
+        ranks: the ranks of the pipeline in this process.
         tied: places of tied parameters.
         data, model, world: the ranks that run other batches, hold parts of the same stage, and all.
         dense, experts: the data ranks over which gradients are summed, of parameters that all data ranks
             have, and of those that are cut over the axis of experts.
-        cutting: by axis that may cut parameters, its ranks.
+        cutting: the ranks of every axis that may cut parameters.
         mesh: the ranks of the axes of data and model, in the order of the mesh; None without one.
         axes: the names of the axes.
     """
@@ -285,7 +285,7 @@ class TrainingRanks(NamedTuple):
         """List the axes that cut matrices of parameters, as data ranks keep them, in the order to join them.
 
         Args:
-            cuts: of the parameters, which are numbered in their order.
+            cuts: the cuts of the parameters, which are numbered in their order.
         """
         found = dict[str, CutMatrices]()
         for n, cut in enumerate(cuts):
@@ -311,7 +311,7 @@ class TrainingRanks(NamedTuple):
         return tuple(axis for axis in self.axes.data_axes if axis not in cut)
 
     def require_whole(self, leaves: Sequence[torch.Tensor], name: str) -> None:
-        """Raise ValueError for parameters that are cut over a data axis other than that of experts."""
+        """Raise ValueError for parameters that are cut over a data axis other than the axis of experts."""
         axes = (axis for leaf in leaves for axis in self._data_axes_of(leaf) if axis != self.axes.experts)
         if axis := next(axes, None):
             raise ValueError(
@@ -334,7 +334,7 @@ class TrainingRanks(NamedTuple):
         return shard(leaves, dims, self.parts.size, self.parts.index)
 
     def for_step(self, params: Tree, precision: Precision) -> Tree:
-        """Cast the parameters of a stage for a step; those that it gathers have no memory yet."""
+        """Cast the parameters of a stage for a step; parameters that it gathers have no memory yet."""
         if not self.shards_params:
             return precision.to_compute(params)
         leaves, treedef = flatten(params)

@@ -66,22 +66,23 @@ class Metrics(NamedTuple):
 
     Args:
         loss: the weighted sum over the microbatches of all data ranks, float64[].
-        grad_norm: of all gradients, before they were clipped, float64[].
-        scale: of the loss in this step, float64[].
+        grad_norm: the norm of all gradients, before they were clipped, float64[].
+        scale: the scale of the loss in this step, float64[].
         skipped: 1 if the update was left out since loss or gradients were not finite, else 0, float32[].
         stages: metrics of the stages of this process, by stage: trees with a leading axis of the microbatches
             that it ran; Microbatches if they differ in form.
         aux: the tree that the loss function has returned beside the loss, likewise; None on ranks that run no
             last stage, and if it returns the loss alone.
-        losses: of the microbatches of all data ranks, in the order of the ranks, float64[ranks * m]: not
+        losses: losses of the microbatches of all data ranks, in the order of ranks, float64[ranks * m]: not
             weighted, with auxiliary losses of stages; None unless asked for.
-        outputs: of the last stages of this process; None unless asked for.
+        outputs: outputs of the last stages of this process; None unless asked for.
         lr: the learning rate of this update, float64[]; of an optimizer of groups a dictionary, by group.
             None if the optimizer does not tell its rate.
-        stage_norms: of the gradients of every stage of the model, float64[stages]; None unless asked for.
-        leaf_norms: of the gradient of every parameter of this process that trains, whole over all ranks:
-            float64[] by stage and name, 0 where a tied parameter has its first place elsewhere; None unless
-            asked for.
+        stage_norms: norms of the gradients of every stage of the model, float64[stages]; None unless asked
+            for.
+        leaf_norms: norms of the gradient of every parameter of this process that trains, whole over all
+            ranks: float64[] by stage and name, 0 where a tied parameter has its first place elsewhere; None
+            unless asked for.
     """
 
     loss: Tensor
@@ -118,9 +119,9 @@ class StageTrees(NamedTuple):
         params, optimizer: the forms of the trees.
         bare: the form of the parameters without frozen ones.
         fixed, trained: the numbers of frozen parameters, and of the others.
-        cuts: of every parameter.
-        dims: of every parameter, the dimension that is cut over the data ranks; frozen ones are cut where
-            they are kept so.
+        cuts: the cut of every parameter.
+        dims: the dimension of every parameter that is cut over the data ranks; frozen parameters are cut
+            where they are kept so.
         counted: the numbers of the parameters whose gradients this rank counts in the norm. Of the ranks that
             hold the same, and of tied or replicated places, the first counts it.
         parted: the numbers of those of which each data rank counts its part, although it has the whole.
@@ -174,7 +175,7 @@ class StageTrees(NamedTuple):
         return cls(*forms, of_bare, fixed, trained, cuts, dims, counted, parted, patterns, update)
 
     def leaves_of(self, stage: int, state: TrainState) -> "StageLeaves | None":
-        """Return the leaves of the stage of a state, if its trees have these structures; else None."""
+        """Return the leaves of the stage of a state, if its trees have these structures."""
         params = leaves_like(state.params[stage], self.params)
         try:  # in half the time, in any order of keys
             optimizer: list[Any] = self.optimizer.treedef.flatten_up_to(state.optimizer[stage])
@@ -188,7 +189,7 @@ class StageLeaves(NamedTuple):
 
     Args:
         trees: describe them.
-        params, optimizer: as the state has them, tensors or DTensors.
+        params, optimizer: leaves of the state, tensors or DTensors.
     """
 
     trees: StageTrees
@@ -261,7 +262,7 @@ def stages_of(
     """Read the leaves of a state, by stage.
 
     Args:
-        known: by stage, the trees of the state that was read last; updated in place.
+        known: the trees of the state that was read last, by stage; updated in place.
 
     Raises:
         TypeError, ValueError: it is not a state of this trainer, or an update has written into it.
@@ -286,7 +287,7 @@ def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], da
 
     Args:
         scale: the keys of the state of the loss scale.
-        data_ranks: how many ranks run other batches, and do not bring their states together.
+        data_ranks: the number of ranks that run other batches, and do not bring their states together.
     """
     if not isinstance(state, TrainState):
         pair = isinstance(state, tuple) and bool(state) and isinstance(state[0], TrainState)
@@ -355,7 +356,7 @@ def start_facts(
 def alike_in_places(
     rule: UpdateRule, ranks: TrainingRanks, params: Mapping[int, Tree]
 ) -> Iterator[tuple[str, dict[int, list[torch.Tensor | None]]]]:
-    """Yield the parameters of every stage, then updates of ones by the optimizer, each with words.
+    """Yield the parameters of every stage, then updates of constants by the optimizer, each with words.
 
     The updates find an optimizer that treats places of one parameter differently: its groups and masks go
     by names, which differ.

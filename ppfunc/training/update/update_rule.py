@@ -165,7 +165,7 @@ class StateRule(NamedTuple):
 
 
 def _term(way: str, before: torch.Tensor, after: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Compute what is summed over ranks for a leaf: float64, or int64 of integers.
+    """Compute the term of a leaf in its sum over ranks: float64, or int64 of integers.
 
     A mean sums the numbers themselves, since changes would lose those that began far away, in terms so small
     that their sum stays below the largest number.
@@ -184,7 +184,7 @@ def _renew(
     new: list[torch.Tensor], before: Leaves, ways: Sequence[str], totals: Sequence[torch.Tensor],
     numbers: Sequence[int], ranks: int,
 ) -> None:  # fmt: skip
-    """Make the leaves of these numbers of the sums of their terms over so many ranks."""
+    """Make the leaves of these numbers of the sums of their terms over the ranks."""
     for n, total in zip(numbers, totals, strict=True):
         if ways[n] == "sum":
             total = _wide(before[n]) + total
@@ -211,11 +211,11 @@ class UpdateRule(NamedTuple):
 
     Args:
         optimizer: runs stage by stage.
-        clip: by the norm of all gradients together.
+        clip: the clip by the norm of all gradients together.
         precision: the dtypes, and the scale of the loss.
         on_nonfinite: see :class:`ppfunc.Trainer`.
         frozen: the parameters that stay as they are.
-        states: how the states of stages go on.
+        states: the rule by which the states of stages go on.
     """
 
     optimizer: Optimizer
@@ -271,10 +271,10 @@ class StageUpdate:
     """Runs the optimizer on the leaves of a stage, without frozen parameters.
 
     Args:
-        rule: how gradients become new parameters.
-        stage: of the model, for errors.
+        rule: the rule by which gradients become new parameters.
+        stage: the stage of the model, for errors.
         params, optimizer: forms of the parameters that train, and of the optimizer state.
-        axes: those that cut matrices of these parameters.
+        axes: the axes that cut matrices of these parameters.
     """
 
     def __init__(
@@ -289,7 +289,7 @@ class StageUpdate:
         """Run the optimizer.
 
         Args:
-            found_inf: 1 where nothing may change, of a rule that skips.
+            found_inf: flag, 1 where nothing may change, of a rule that skips, float32[].
 
         Returns:
             The leaves of the parameters and of the state.
@@ -306,7 +306,7 @@ class StageUpdate:
             return run(grads, state, params, found_inf)
 
     def _on_matrices(self, fn: Callable[[torch.Tensor], torch.Tensor], tree: Tree) -> Tree:
-        """Apply a function to whole matrices, of a tree with None in the place of other parameters."""
+        """Apply a function to the whole matrices of a tree, in which other parameters are left out."""
         column: list[Any] = self._forms[0].treedef.flatten_up_to(tree)
         for dtype in {leaf.dtype: None for leaf in column if leaf is not None}:
             alike = {n: leaf for n, leaf in enumerate(column) if leaf is not None and leaf.dtype == dtype}
@@ -340,7 +340,7 @@ class StageUpdate:
 def _alike(
     stage: int, name: str, before: Sequence[torch.Tensor], form: Form, new: Tree
 ) -> list[torch.Tensor]:
-    """Return the leaves of a tree that the optimizer has made; raise ValueError for one of another form."""
+    """Return the leaves of a tree that the optimizer has made; raise ValueError for another form."""
     after = leaves_like(new, form)
     if after is None:  # its keys may be in another order
         after, structure = tree_flatten(new)
@@ -369,7 +369,7 @@ def _alike(
 
 
 def updated_ones(optimizer: Optimizer, params: Tree, gradients: Sequence[float] = (1.0, -0.5, 0.25)) -> Tree:
-    """Update ones by an optimizer, to compare optimizers: each parameter is replaced by one element.
+    """Update constants by an optimizer, to compare optimizers. A parameter is replaced by a single element.
 
     Args:
         params: a tree, of which the structure, dimensions and dtypes are used.
@@ -433,6 +433,6 @@ def _forms(tree: Tree, name: str, sized: bool) -> dict[str, str]:
 
 
 def _one(leaf: torch.Tensor) -> torch.Tensor:
-    """Make ones of at most one element, of the dimensions and the dtype of a leaf."""
+    """Make a tensor of at most one element, 1, of the dimensions and the dtype of a leaf."""
     leaf = local(leaf)
     return torch.ones([min(1, size) for size in leaf.shape], dtype=leaf.dtype, device=leaf.device)
