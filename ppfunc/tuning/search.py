@@ -21,7 +21,7 @@ from ppfunc.schedule.planner.overview import bound_of_order
 from ppfunc.splitter import Split
 from ppfunc.stage import StageError, graph
 from ppfunc.training import Trainer
-from ppfunc.training.calls import completed, on_meta
+from ppfunc.training.trainer import completed, on_meta
 
 from .rows import Choice, Row, axis_sizes, binding
 from .stages import MICROBATCHES, Cuts, Speeds, remembering, rows_of, seconds_of, times_of

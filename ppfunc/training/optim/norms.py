@@ -48,7 +48,7 @@ def powers(norms: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
 
 
 def _norms(leaves: Sequence[torch.Tensor], norm_type: float, largest: int) -> torch.Tensor:
-    """Compute the norms of nonempty leaves of one dtype and device: float[leaves].
+    """Compute the norms of leaves that have elements, of one dtype and device: float[leaves].
 
     Args:
         largest: elements of a leaf, at most.
