@@ -127,4 +127,4 @@ else:
         },
     )
 
-from .formats import notebook as notebook  # gives pictures to the classes of values
+from . import formats as formats  # gives pictures to the classes of values

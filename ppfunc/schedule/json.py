@@ -14,7 +14,7 @@ an object of the values that differ from the defaults: numbers, lists of numbers
 import json
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Rational
 from typing import Any
 
@@ -29,7 +29,6 @@ VERSION = 1
 # Those of a trace of 256 ranks and 1024 microbatches, with some room.
 _MOST_CONTAINERS, _MOST_COMMAS = 2_000_000, 10_000_000
 _LONGEST = 2**20  # characters of costs
-_KEYS = ("format", "version", "name", "placement", "chains", "skips", "programs")
 
 
 def to_json(schedule: Schedule) -> str:
@@ -73,7 +72,7 @@ def from_json(text: str) -> Schedule:
             place, as in ``$.programs[2][5][0]``.
     """
     require_type("text", text, str, "the content of a file")
-    return from_document(load(text))
+    return read_schedule_at("$", load(text))
 
 
 def load(text: str) -> Any:
@@ -95,28 +94,6 @@ def load(text: str) -> Any:
         raise FormatError(f"$: not JSON: {str(error)[:200]}; it may be cut short: write it again") from None
 
 
-def from_document(document: Any, path: str = "$") -> Schedule:
-    """Read the schedule of a document that stands at ``path``; raises as :func:`from_json`."""
-    _header(document, path)
-    return Schedule(
-        _text(f"{path}.name", document["name"]),
-        tuple(_number(*rank) for rank in _items(f"{path}.placement", document["placement"])),
-        tuple(_chain(*chain) for chain in _items(f"{path}.chains", document["chains"])),
-        tuple(
-            tuple(tuple(_instruction(*i) for i in _items(*step)) for step in _items(*program))
-            for program in _items(f"{path}.programs", document["programs"])
-        ),
-        tuple(_pair(*skip) for skip in _items(f"{path}.skips", document["skips"])),
-    )
-
-
-def times_of(path: str, value: Any, rows: int) -> list[list[float]]:
-    """Read so many lists of finite numbers from 0 on, as they stand at ``path``."""
-    times = [[_time(*item) for item in _items(*row)] for row in _items(path, value)]
-    _require(len(times) == rows, path, value, f"{rows} lists")
-    return times
-
-
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     for key, value in pairs:
@@ -126,72 +103,91 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return entries
 
 
+def read(path: str, value: Any, form: Any) -> Any:
+    """Read the JSON value at ``path``, or raise FormatError for one of another form.
+
+    Args:
+        path: place of the value in its document, such as ``$.programs[2]``.
+        value: what JSON has there.
+        form: a dictionary of the forms by key, for an object; a list of one form, for a list of any length;
+            or a function that reads a path and a value.
+
+    Returns:
+        Dictionaries for objects, tuples for lists, results of the functions.
+    """
+    if isinstance(form, dict):
+        keys = f"the keys {', '.join(form)}"
+        _require(isinstance(value, dict), path, value, f"an object with {keys}")
+        if wrong := form.keys() ^ value.keys():
+            missing = next((key for key in form if key in wrong), None)
+            key = shortened(min(wrong)) if missing is None else missing
+            raise FormatError(
+                f"{path}: unknown key {key}: expected {keys}"
+                if missing is None
+                else f"{path}.{key}: missing: expected {keys}"
+            )
+        return {key: read(f"{path}.{key}", value[key], part) for key, part in form.items()}
+    if isinstance(form, list):
+        _require(isinstance(value, list), path, value, "a list")
+        return tuple(read(f"{path}[{n}]", item, form[0]) for n, item in enumerate(value))
+    return form(path, value)
+
+
 def _require(fits: bool, path: str, value: Any, expected: str) -> None:
     if not fits:
         raise FormatError(f"{path}: expected {expected}, got {reprlib.repr(value)}")
 
 
-def _header(document: Any, path: str) -> None:
-    """Check format and version before the keys, so that a newer document is called newer, not malformed."""
-    _require(isinstance(document, dict), path, document, f"an object with the keys {', '.join(_KEYS)}")
-    kind, version = document.get("format"), document.get("version")
-    _require(kind == FORMAT, f"{path}.format", kind, repr(FORMAT))
-    same = type(version) is int and version == VERSION
-    _require(same, f"{path}.version", version, f"{VERSION}, the version that this ppfunc reads and writes")
-    _object(path, document, _KEYS)
+def simple(expected: str, fits: Callable[[Any], bool]) -> Callable[[str, Any], Any]:
+    """Make a form for values that stay as they are."""
+
+    def keep(path: str, value: Any) -> Any:
+        _require(fits(value), path, value, expected)
+        return value
+
+    return keep
 
 
-def _object(path: str, value: Any, keys: tuple[str, ...]) -> None:
-    _require(isinstance(value, dict), path, value, f"an object with the keys {', '.join(keys)}")
-    for key in keys:
-        if key not in value:
-            raise FormatError(f"{path}.{key}: missing: expected the keys {', '.join(keys)}")
-    for key in value:
-        if key not in keys:
-            raise FormatError(f"{path}: unknown key {shortened(key)}: expected the keys {', '.join(keys)}")
-
-
-def _items(path: str, value: Any) -> list[tuple[str, Any]]:
-    """List ``(path, item)`` for the items of the list at ``path``."""
-    _require(isinstance(value, list), path, value, "a list")
-    return [(f"{path}[{n}]", item) for n, item in enumerate(value)]
-
-
-def _text(path: str, value: Any) -> str:
-    _require(isinstance(value, str), path, value, "a string")
-    return value
-
-
-def _number(path: str, value: Any) -> int:
-    _require(type(value) is int and value >= 0, path, value, "a whole number from 0")
-    return value
-
-
-def _time(path: str, value: Any) -> float:
-    _require(
-        type(value) in (int, float) and 0 <= value <= 1e100, path, value, "a time: a finite number from 0"
-    )
-    return value
+TEXT = simple("a string", lambda value: isinstance(value, str))
+_NUMBER = simple("a whole number from 0", lambda value: type(value) is int and value >= 0)
 
 
 def _pair(path: str, value: Any) -> tuple[int, int]:
-    numbers = [_number(*item) for item in _items(path, value)]
+    numbers = read(path, value, [_NUMBER])
     _require(len(numbers) == 2, path, value, "a list of two numbers")
-    return numbers[0], numbers[1]
-
-
-def _chain(path: str, value: Any) -> Chain:
-    _object(path, value, ("stages", "microbatches"))
-    walked = range(*_pair(f"{path}.microbatches", value["microbatches"]))
-    return Chain(tuple(_number(*stage) for stage in _items(f"{path}.stages", value["stages"])), walked)
+    return numbers
 
 
 def _instruction(path: str, value: Any) -> Instruction:
-    text = _text(path, value)
+    text = TEXT(path, value)
     try:
         return parse_instruction(text)
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from None
+
+
+_SCHEDULE = {
+    "format": simple(repr(FORMAT), lambda value: value == FORMAT),
+    "version": simple(
+        f"{VERSION}, the version that this ppfunc reads and writes",
+        lambda value: type(value) is int and value == VERSION,
+    ),
+    "name": TEXT,
+    "placement": [_NUMBER],
+    "chains": [{"stages": [_NUMBER], "microbatches": _pair}],
+    "skips": [_pair],
+    "programs": [[[_instruction]]],
+}
+
+
+def read_schedule_at(path: str, document: Any) -> Schedule:
+    """Read the schedule of a document that stands at ``path``; raises as :func:`from_json`."""
+    for key in ("format", "version") if isinstance(document, dict) else ():
+        # Before other keys, so that a newer document is called newer, not malformed.
+        read(f"{path}.{key}", document.get(key), _SCHEDULE[key])
+    fields = read(path, document, _SCHEDULE)
+    chains = tuple(Chain(c["stages"], range(*c["microbatches"])) for c in fields["chains"])
+    return Schedule(fields["name"], fields["placement"], chains, fields["programs"], fields["skips"])
 
 
 # -- costs
@@ -210,19 +206,13 @@ def plain(value: Any) -> Any:
 
 def read_values(text: str, names: Sequence[str]) -> dict[str, Any]:
     """Read an object with some of these names from JSON; raise ValueError for other text or keys."""
-    expected = f"expected an object with some of {', '.join(names)}"
     require_type("text", text, str, "the text of a JSON object")
     if len(text) > _LONGEST:
         raise ValueError(f"got {len(text)} characters, expected at most {_LONGEST}")
-    try:
-        document = load(text)
-    except FormatError as error:
-        raise ValueError(f"{str(error).removeprefix('$: ')}; {expected}") from None
-    if not isinstance(document, dict):
-        raise ValueError(f"got {reprlib.repr(document)}, {expected}")
-    unknown = [key for key in document if key not in names]
-    if unknown:
-        raise ValueError(f"has {reprlib.repr(unknown[0])}, {expected}")
+    document = load(text)
+    if not isinstance(document, dict) or not document.keys() <= set(names):
+        got = reprlib.repr(document)
+        raise ValueError(f"got {got}, expected an object with some of {', '.join(names)}")
     return {name: _value(name, value) for name, value in document.items()}
 
 
@@ -231,9 +221,9 @@ def _value(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_value(name, number) for number in value)
     if isinstance(value, dict):
-        wrong = [key for key in value if not re.fullmatch("0|[1-9][0-9]{0,9}", key)]
-        if wrong:
-            raise ValueError(f"{name} has the key {reprlib.repr(wrong[0])}, expected the number of a stage")
+        for key in value:
+            if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
+                raise ValueError(f"{name} has the key {reprlib.repr(key)}, expected the number of a stage")
         return {int(stage): _value(name, number) for stage, number in value.items()}
     if isinstance(value, str) and re.fullmatch("[0-9]{1,99}/[1-9][0-9]{0,99}", value):
         from fractions import Fraction  # here, because most uses of schedules need none and it loads slowly

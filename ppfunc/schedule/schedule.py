@@ -77,7 +77,7 @@ class Schedule:
         # Copies compute anew what is cached beside the fields.
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
-    _repr_pretty_: ClassVar[Callable[..., None]]  # see formats/notebook.py
+    _repr_pretty_: ClassVar[Callable[..., None]]  # see formats/__init__.py
     _repr_svg_: ClassVar[Callable[..., str | None]]
 
     @cached_property

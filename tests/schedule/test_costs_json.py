@@ -47,11 +47,11 @@ def test_lists_come_back_as_tuples_and_defaults_stay_out():
     ("text", "message"),
     [
         ("", "not JSON: Expecting value: line 1 column 1"),
-        ("{", "not JSON: .*; expected an object with some of forward, backward_input"),
+        ("{", "not JSON: "),
         ("[1]", r"got \\[1\\], expected an object with some of forward"),
         ("1", "got 1, expected an object"),
-        ('{"forwards": 1}', "has 'forwards', expected an object with some of forward"),
-        ('{"forward": 1, "forward": 2}', "the key 'forward' occurs twice in one object; expected"),
+        ('{"forwards": 1}', "got {'forwards': 1}, expected an object with some of forward, backward_input"),
+        ('{"forward": 1, "forward": 2}', "the key 'forward' occurs twice in one object"),
         ('{"forward": "x"}', "forward is 'x', expected a number"),
         ('{"forward": "1/0"}', "forward is '1/0', expected a number"),
         ('{"forward": "-1/2"}', "forward is '-1/2', expected a number"),
@@ -65,16 +65,13 @@ def test_lists_come_back_as_tuples_and_defaults_stay_out():
         ('{"forward": -1}', "forward is -1, expected a finite number from 0"),
         ('{"forward": 1e999}', "forward is inf, expected a finite number"),
         ('{"forward": ' + "9" * 4000 + "}", "forward is 9999.*, expected a finite number"),
-        (
-            '{"forward": ' + "9" * 9000 + "}",
-            "Exceeds the limit .* for integer string conversion.*; expected an object",
-        ),
+        ('{"forward": ' + "9" * 9000 + "}", "Exceeds the limit .* for integer string conversion"),
         ('{"bandwidth": 0}', "bandwidth is 0"),
         ('{"weight_share": [1, 2]}', "weight_share is 2, expected at most 1"),
         ("[" * 10**5, "nested too deeply"),
         ('{"forward": [' + "[]," * 10**6 + "1]}", "got 3000016 characters, expected at most 1048576"),
         ('{"forward": "' + "x" * 10**6 + '"}', "forward is 'xxx"),
-        ('{"' + "x" * 10**6 + '": 1}', "has 'xxx"),
+        ('{"' + "x" * 10**6 + '": 1}', "got {'xxx"),
     ],
 )
 def test_what_is_wrong_is_named(text, message):

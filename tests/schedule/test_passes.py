@@ -10,7 +10,6 @@ from hypothesis import given, strategies as st
 
 from ppfunc.schedule import (
     BUILDERS,
-    Costs,
     Instruction,
     Op,
     ScheduleError,
@@ -32,7 +31,6 @@ from ppfunc.schedule import (
     reduce_early,
     remove_communication,
     remove_slots,
-    simulate,
     single_chain,
     split_backward,
     zb_h1,
@@ -184,24 +182,6 @@ def test_offloads_are_proved(schedule):
         assert insert_offloads(schedule, stages=()) == schedule
         before = check(schedule).peak_activations
         assert all(a <= b for a, b in zip(certificate.peak_activations, before, strict=True))
-
-
-@any_schedule
-def test_offloads_keep_below_a_cap(schedule):
-    costs = Costs(activation=[5 + s % 3 for s in range(schedule.stages)], weight_share=0.5)
-    whole, least = (
-        max(simulate(each, costs).peak_activations)
-        for each in (schedule, insert_offloads(schedule, lookahead=0))
-    )
-    assert insert_offloads(schedule, cap=whole, costs=costs) == remove_slots(schedule)
-    for cap in {(whole + least) // 2, whole - 1} - {least - 1}:
-        try:
-            moved = insert_offloads(schedule, lookahead=0, cap=cap, costs=costs)
-        except ValueError:
-            assert cap < 3 * max(costs.activation) + least  # what is in use at once is near
-            continue
-        check(place_communication(moved))
-        assert max(simulate(moved, costs).peak_activations) <= cap
 
 
 def test_the_picture_of_offloads():

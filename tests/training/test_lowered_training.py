@@ -117,14 +117,6 @@ def test_frozen_parameters_have_neither_gradients_nor_state():
     assert most(lowered, 1).gradients == 4 * W
 
 
-def test_bytes_of_a_training_step_are_drawn_with_its_schedule():
-    lowered = trainer_of().lower(params(), *batch())
-    memory = {rank: each.by_instruction for rank, each in lowered.memory_analysis().items()}
-    assert "bytes in 0B0 on rank 0" in pp.schedule.to_svg(lowered.schedule, memory=memory)
-    with pytest.raises(ValueError, match="draw the schedule that they are of, lowered.schedule"):
-        pp.schedule.to_svg(pp.one_f_one_b(2, M), memory=memory)
-
-
 def test_numbers_among_the_inputs_are_lowered():
     def scaled(p, x):
         return torch.tanh(x[0] @ p["w"]) * x[1]

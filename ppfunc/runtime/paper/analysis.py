@@ -67,11 +67,7 @@ class Shown:
     def memory_analysis(self) -> Memories:
         """Return the bytes of every rank over the step, by running it on tensors without values.
 
-        Printed, they are a line for each rank; one of them is its tables. Drawn, with the schedule of the
-        lowered step::
-
-            memory = {rank: each.by_instruction for rank, each in lowered.memory_analysis().items()}
-            svg = pp.schedule.to_svg(lowered.schedule, memory=memory)
+        Printed, they are a line for each rank; one of them is its tables.
 
         Programs that are compiled are counted as they are traced. A message counts at its sender until that
         has waited for it, at its receiver from when it is expected. Through memory that two processes map

@@ -10,7 +10,7 @@ from ppfunc._checks import naming_arguments, require_counts, require_type
 
 from ..builders import find_builder
 from ..instruction import FormatError
-from ..json import from_document, load
+from ..json import load, read_schedule_at
 from ..proof.timeline import Timeline
 from ..schedule import Schedule
 from .csv import from_csv
@@ -48,7 +48,7 @@ def parse(text: str, name: str) -> tuple[Schedule, Timeline | None]:
         return from_csv(text, name), None
     document = load(text)
     if "traceEvents" not in document:
-        return from_document(document), None
+        return read_schedule_at("$", document), None
     timeline = from_trace(document)
     return timeline.schedule, timeline
 

@@ -4,18 +4,15 @@ Colour says the kind of instruction, its strength which of the rank's stages it 
 is the strongest), the number the microbatch: all bars of a kind have one, or none where one is too narrow.
 An overlapped pair is a bar of two halves, the forward above. Collectives that take time are thin bars under
 what runs beside them. At the right: how much of the time a rank is idle, and its peak of live activations.
-Below a row may be the bytes that its rank holds.
 """
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from html import escape
 from math import floor, hypot, log10
 from numbers import Real
 from textwrap import fill
-from typing import Any, NamedTuple
-
-from ppfunc._checks import require_index, require_type, shown
+from typing import NamedTuple
 
 from ..errors import require_schedule
 from ..instruction import COMPUTE, KINDS, Kind, Op, Unit, parts_of
@@ -25,7 +22,6 @@ from .grid import Bar, bars_of, with_timeline
 
 _WHOLE = [op for op, kind in KINDS.items() if kind.label and op not in COMPUTE]
 _THIN = 5.0  # pixels of the bar of a collective
-_STRIP = 24.0  # pixels of the most bytes
 _LEFT, _RIGHT, _BOTTOM = 76.0, 168.0, 44.0
 _DIGIT = 6.8  # pixels of one digit at 11 px
 _SCREEN = 1600.0  # pixels
@@ -55,13 +51,12 @@ class _Scale(NamedTuple):
     width: float
     row: float
     top: float
-    strip: float  # below each row
 
     def x(self, time: float) -> float:
         return _LEFT + time * self.per_time
 
     def y(self, rank: int) -> float:
-        return self.top + rank * (self.row + self.strip)
+        return self.top + rank * self.row
 
     def bar_width(self, bar: Bar) -> float:
         # A hairline of the paper between bars, so that equal neighbours can be told apart.
@@ -77,7 +72,6 @@ def to_svg(
     timeline: Timeline | None = None,
     *,
     width: float | None = None,
-    memory: Mapping[int, Sequence[int]] | None = None,
 ) -> str:
     """Return the picture of ``schedule`` as the text of an SVG file.
 
@@ -88,19 +82,14 @@ def to_svg(
             :func:`~ppfunc.schedule.proof.timeline.timeline_of`); by default simulated with the default costs.
         width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for
             their number, at most 1600.
-        memory: by rank, the most bytes in each instruction of its program, such as ``by_instruction`` of what
-            ``lowered.memory_analysis()`` returns, with ``lowered.schedule``; drawn below the row of the rank.
 
     Raises:
-        TypeError, ValueError: a width out of range, or bytes of other ranks, or of another number of
-            instructions.
+        TypeError, ValueError: a width out of range, or a timeline of another schedule.
     """
     schedule, timeline = with_timeline(schedule, timeline)
     require_schedule(schedule)
     if width is not None:
         require_width(width, 960)
-    if memory is not None:
-        _require_bytes(schedule, memory)
     units = "F, I and W take 1 each" if timeline is None else "units of its costs"
     timeline = simulate(schedule) if timeline is None else timeline
     rows, whole = bars_of(schedule, timeline), bars_of(schedule, timeline, _WHOLE)
@@ -109,8 +98,7 @@ def to_svg(
     timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
     legend, top = _legend(schedule, rows, timed, _LEFT + across + _RIGHT)
     high = 30.0 if len(rows) <= 16 or any(bar.instruction.parts for row in rows for bar in row) else 22.0
-    scale = _Scale(across / (makespan or 1.0), across, high, top, _STRIP + 6 if memory else 0.0)
-    most = max((size for sizes in (memory or {}).values() for size in sizes), default=0)
+    scale = _Scale(across / (makespan or 1.0), across, high, top)
     numbered = _numbered(scale, rows)
     facts = _facts(schedule, timeline)
     origin = "measured, seconds" if timeline.measured else f"simulated, {units}"
@@ -127,8 +115,6 @@ def to_svg(
             *_bars(schedule, scale, rank, row, numbered),
             *_whole_bars(scale, rank, whole[rank]),
         ]
-        if memory and rank in memory:
-            elements += _bytes_held(scale, timeline, rank, memory[rank], most)
     size = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
     return page(heading, _spoken(timeline, facts), *size, _STYLE, _DARK, elements)
 
@@ -269,42 +255,6 @@ def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
             tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
             y = scale.y(rank) + 2 + (0 if unit is Unit.OUT else scale.bar - height)
             yield rect(instruction.op.value, scale.x(start), y, scale.bar_width(bar), height, inside=tip)
-
-
-def _require_bytes(schedule: Schedule, memory: Any) -> None:
-    """Check that ``memory`` has a number for every instruction of each of its ranks."""
-    form = "{rank: numbers}, such as {r: m.by_instruction for r, m in lowered.memory_analysis().items()}"
-    require_type("memory", memory, Mapping, form)
-    for rank, sizes in memory.items():
-        require_index("rank of memory", rank, schedule.ranks)
-        if not isinstance(sizes, Sequence) or not all(isinstance(size, int) for size in sizes):
-            raise TypeError(f"memory[{rank}]: got {shown(sizes)}, expected memory={form}")
-        if len(sizes) != (count := len(list(schedule.instructions(rank)))):
-            raise ValueError(
-                f"memory[{rank}]: got {len(sizes)} numbers, rank {rank} has {count} instructions; draw the"
-                " schedule that they are of, lowered.schedule"
-            )
-
-
-def _bytes_held(
-    scale: _Scale, timeline: Timeline, rank: int, sizes: Sequence[int], most: int
-) -> Iterator[str]:
-    """Draw the bytes of a rank: from each compute instruction to the next, with what came in between."""
-    row = list(zip(timeline.schedule.instructions(rank), timeline.starts[rank], strict=True))
-    levels: list[tuple[float, int, str]] = []
-    high = 0
-    for (instruction, start), size in zip(row, sizes, strict=True):
-        high = max(high, size)
-        if KINDS[instruction.op].unit is Unit.RANK:
-            levels.append((float(start), high, str(instruction)))
-            high = 0
-    bottom = scale.y(rank) + scale.row + _STRIP
-    ends = [start for start, _, _ in levels[1:]] + [float(timeline.makespan)]
-    for (start, size, name), end in zip(levels, ends, strict=bool(levels)):
-        height, tip = _STRIP * size / (most or 1), f"<title>{size} bytes in {name} on rank {rank}</title>"
-        width = (end - start) * scale.per_time
-        yield rect("level", scale.x(start), bottom - height, width, height, inside=tip)
-    yield text("ink", _LEFT + scale.width + 70, bottom - 6, f"{amount(max(sizes, default=0))} bytes")
 
 
 _WIDEST, _LONGEST = 100_000, 60  # pixels of a picture, letters of a name in it

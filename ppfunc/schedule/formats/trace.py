@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 from ppfunc._checks import require_type
 
 from ..instruction import COMPUTE, KINDS, FormatError, Instruction, Op, Unit, microbatch_of, parts_of
-from ..json import from_document, load, times_of, to_json
+from ..json import load, read, read_schedule_at, simple, to_json
 from ..proof.structure import check_structure
 from ..proof.timeline import Timeline, simulate, timeline_of
 from ..schedule import Schedule
@@ -29,6 +29,16 @@ from .grid import Bar, bars_of, with_timeline
 
 _TraceEvent = dict[str, Any]
 _KEY = "ppfunc"
+_TIME = simple(
+    "a time: a finite number from 0", lambda value: type(value) in (int, float) and 0 <= value <= 1e100
+)
+_FORM = {
+    "schedule": read_schedule_at,
+    "starts": [[_TIME]],
+    "ends": [[_TIME]],
+    "peak_activations": [_TIME],
+    "measured": simple("true or false", lambda value: isinstance(value, bool)),
+}
 _TRACKS: dict[Unit | None, str] = {
     Unit.RANK: "",
     Unit.COLLECTIVE: ", collectives",
@@ -101,25 +111,16 @@ def from_trace(trace: str | dict[str, Any]) -> Timeline:
     document = load(trace) if isinstance(trace, str) else trace
     if not isinstance(document, dict) or not isinstance(document.get(_KEY), dict):
         raise FormatError(f"$.{_KEY}: missing: only a trace that ppfunc has written holds its schedule")
-    data = document[_KEY]
-    schedule = from_document(data.get("schedule"), f"$.{_KEY}.schedule")
-    check_structure(schedule)
-    starts, ends = (
-        times_of(f"$.{_KEY}.{name}", data.get(name), schedule.ranks) for name in ("starts", "ends")
-    )
-    (peaks,) = times_of(f"$.{_KEY}.peak_activations", [data.get("peak_activations")], 1)
-    if len(peaks) != schedule.ranks:
-        raise FormatError(
-            f"$.{_KEY}.peak_activations: expected {schedule.ranks} numbers, one per rank, got {len(peaks)}"
-        )
-    measured = data.get("measured")
-    if not isinstance(measured, bool):
-        raise FormatError(f"$.{_KEY}.measured: expected true or false, got {measured!r}")
+    data = read(f"$.{_KEY}", document[_KEY], _FORM)
+    check_structure(data["schedule"])
+    peaks, ranks = data["peak_activations"], data["schedule"].ranks
+    if len(peaks) != ranks:
+        raise FormatError(f"$.{_KEY}.peak_activations: expected {ranks} numbers, got {len(peaks)}")
     try:
-        timeline = timeline_of(schedule, starts, ends, measured=measured)
-        return replace(timeline, peak_activations=tuple(peaks))
+        timeline = timeline_of(data["schedule"], data["starts"], data["ends"], measured=data["measured"])
     except ValueError as error:
         raise FormatError(f"$.{_KEY}: {error}") from None
+    return replace(timeline, peak_activations=peaks)
 
 
 def _data(schedule: Schedule, timeline: Timeline) -> str:

@@ -1,16 +1,27 @@
-"""Rewrite the programs of a schedule, one rank at a time: take instructions or slots out of it, split and
-merge backwards.
+"""Rewrite the programs of a schedule, one rank at a time.
+
+Passes take instructions or slots out, split and merge backwards, and write what values take beside compute
+(loads, skips, offloads, recomputes) and what whole stages take: gathers, sums of gradients, optimizer steps.
 """
 
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
 from ppfunc._checks import require_counts, require_stages
 
-from ..costs import Costs, Number, require_costs
 from ..errors import require_schedule
-from ..instruction import COMMUNICATION, COMPUTE, RESIDUAL_OPS, SHARDING, TAIL, Instruction, Op, parts_of
+from ..instruction import (
+    COMMUNICATION,
+    COMPUTE,
+    RESIDUAL_OPS,
+    SHARDING,
+    TAIL,
+    Instruction,
+    Op,
+    elementary,
+    parts_of,
+)
 from ..proof.order import in_order
 from ..schedule import Program, Schedule, Step
 
@@ -206,15 +217,37 @@ def _merged(before: Instruction, weight: Instruction) -> Instruction | None:
     return before._replace(op=Op.B) if same else None
 
 
-Residuals = tuple[int, int | None]  # stage, microbatch
+def _insert_before(
+    schedule: Schedule, op: Op, unless: Set[Op], wanted: Callable[[Op, int], bool]
+) -> Schedule:
+    """Write ``op`` before the instructions that want it, but for microbatches that have one of ``unless``.
+
+    Args:
+        schedule: a schedule, whose slots are taken away.
+        op: the operation to write.
+        unless: operations of which none may stand in the stage for the microbatch.
+        wanted: function of the op and the stage of a part; before which parts it is written.
+    """
+    bare = remove_slots(schedule)
+    there = {part[1:3] for program in bare.programs for part in elementary(program) if part.op in unless}
+
+    def new(instruction: Instruction) -> Iterator[Instruction]:
+        for part in parts_of(instruction):
+            if wanted(part.op, part.stage) and part[1:3] not in there:
+                yield Instruction(op, part.stage, part.microbatch)
+
+    def written(step: Step) -> Step:
+        ordered = tuple(i for old in _messages_first(step) for i in (*new(old), old))
+        return ordered if len(ordered) > len(step) else step
+
+    return rewrite(bare, lambda program: map(written, program))
 
 
 def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule:
-    """Put a LOAD into the step of every forward that takes data: inputs first, targets last.
+    """Put a LOAD right before every forward that takes data: inputs first, targets last.
 
     Equivalent to: before each F of the first stage of a chain, and of the last one where targets
-    are wanted, and after the communications of the step, write the LOAD of the same microbatch, unless it is
-    loaded anywhere already.
+    are wanted, write the LOAD of the same microbatch, unless it is loaded anywhere already.
 
     Args:
         targets: whether last stages load; by default where there is a backward.
@@ -226,24 +259,7 @@ def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule
     require_schedule(schedule)
     targets = not schedule.forward_only if targets is None else targets
     loading = {c.stages[0] for c in schedule.chains} | {c.stages[-1] for c in schedule.chains if targets}
-    bare = remove_slots(schedule)
-    parts = (part for p in bare.programs for step in p for i in step for part in parts_of(i))
-    there = frozenset((p.stage, p.microbatch) for p in parts if p.op is Op.LOAD)
-    return rewrite(bare, lambda program: (_with_loads(step, loading, there) for step in program))
-
-
-def _with_loads(step: Step, loading: set[int], there: frozenset[tuple[int, int | None]]) -> Step:
-    loads = tuple(
-        Instruction(Op.LOAD, p.stage, p.microbatch)
-        for i in step
-        for p in parts_of(i)
-        if p.op is Op.F and p.stage in loading and (p.stage, p.microbatch) not in there
-    )
-    if not loads:
-        return step
-    step = _messages_first(step)
-    messages = sum(i.op in COMMUNICATION for i in step)
-    return (*step[:messages], *loads, *step[messages:])
+    return _insert_before(schedule, Op.LOAD, {Op.LOAD}, lambda op, stage: op is Op.F and stage in loading)
 
 
 def _messages_first(step: Step) -> Step:
@@ -251,41 +267,52 @@ def _messages_first(step: Step) -> Step:
 
 
 def insert_offloads(
-    schedule: Schedule,
-    stages: Iterable[int] | None = None,
-    *,
-    lookahead: int = 1,
-    cap: Number | None = None,
-    costs: Costs | None = None,
+    schedule: Schedule, stages: Iterable[int] | None = None, *, lookahead: int = 1
 ) -> Schedule:
     """Move residuals away after their forward and back before the backward that uses them first.
 
     Equivalent to: behind the compute instruction that comes ``lookahead`` compute instructions after each F
     of the chosen stages write OFFLOAD, which waits for the copy that begins with the end of F; before the one
     that comes as many before its B or I, write FETCH. Residuals that would not be away during any compute
-    instruction stay where they are, and so do those that move already or are computed again. With a cap only
-    those move that exceed it, the longest unused first.
+    instruction stay where they are, and so do those that move already or are computed again. A plan with a
+    cap (``plan(..., cap=)``) moves what exceeds it alone.
 
     Args:
         stages: the stages whose residuals move; all of them by default.
         lookahead: compute instructions of the rank that hide each way.
-        cap: the most memory of residuals on a rank, in the unit of the costs: bytes, with those of
-            ``step.lower(...).costs()``.
-        costs: sizes of residuals; by default 1 each.
 
     Raises:
-        ValueError: a negative lookahead, or a stage that does not exist; or residuals exceed the cap that
-            cannot be away.
+        ValueError: a negative lookahead, or a stage that does not exist.
 
     >>> from ppfunc.schedule import gpipe
-    >>> print(*insert_offloads(gpipe(ranks=1, microbatches=4), cap=3).instructions(0))
-    0F0 0F1 0F2 0OFFLOAD1 0F3 0OFFLOAD2 0FETCH1 0B0 0FETCH2 0B1 0B2 0B3
+    >>> print(*insert_offloads(gpipe(ranks=1, microbatches=4)).instructions(0))
+    0F0 0F1 0OFFLOAD0 0F2 0OFFLOAD1 0FETCH0 0F3 0OFFLOAD2 0FETCH1 0B0 0OFFLOAD3 0FETCH2 0B1 0FETCH3 0B2 0B3
     """
     require_schedule(schedule)
     chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
     require_counts(0, lookahead=lookahead)
-    costs = require_costs(costs).fitting(schedule.stages)
-    return rewrite(remove_slots(schedule), lambda program: _moved(program, chosen, lookahead, cap, costs))
+    return rewrite(remove_slots(schedule), lambda program: _moved(program, chosen, lookahead))
+
+
+def _moved(program: Program, chosen: set[int], lookahead: int) -> Program:
+    """Write OFFLOAD behind the forwards, and FETCH before the backwards, of residuals that move."""
+    program = tuple(map(_messages_first, program))
+    there = {i[1:3] for step in program for i in step if i.op in RESIDUAL_OPS}
+    places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
+    forwards: dict[tuple[int, int | None], int] = {}  # the number of the compute instruction
+    leave: dict[Place, list[Instruction]] = {}
+    back: dict[Place, list[Instruction]] = {}
+    for number, (at, place) in enumerate(places):
+        for op, stage, microbatch, *_ in parts_of(program[at][place]):
+            residuals = stage, microbatch
+            if op is Op.F:
+                forwards[residuals] = number + lookahead
+            elif op in (Op.B, Op.I) and stage in chosen and residuals not in there and residuals in forwards:
+                gone, needed = forwards[residuals], number - lookahead
+                if gone + 1 < needed:
+                    leave.setdefault(places[gone], []).append(Instruction(Op.OFFLOAD, *residuals))
+                    back.setdefault(places[needed], []).append(Instruction(Op.FETCH, *residuals))
+    return insert(program, back, leave)
 
 
 def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
@@ -306,74 +333,8 @@ def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -
     """
     require_schedule(schedule)
     chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
-    bare = remove_slots(schedule)
-    away = {i[1:3] for r in range(bare.ranks) for i in bare.instructions(r) if i.op in RESIDUAL_OPS}
-
-    def again(instruction: Instruction) -> Iterator[Instruction]:
-        for part in parts_of(instruction):
-            if part.op in (Op.B, Op.I) and part.stage in chosen and part[1:3] not in away:
-                yield Instruction(Op.RECOMPUTE, part.stage, part.microbatch)
-
-    return rewrite(
-        bare,
-        lambda p: (tuple(new for i in step for new in (*again(i), i)) for step in map(_messages_first, p)),
-    )
-
-
-def _moved(program: Program, chosen: set[int], lookahead: int, cap: Number | None, costs: Costs) -> Program:
-    """Write OFFLOAD behind the forwards, and FETCH before the backwards, of residuals that move."""
-    program = tuple(map(_messages_first, program))
-    away = {i[1:3] for step in program for i in step if i.op in RESIDUAL_OPS}
-    places = [(s, p) for s, step in enumerate(program) for p, i in enumerate(step) if i.op in COMPUTE]
-    forwards: dict[Residuals, int] = {}  # the number of the compute instruction
-    spans: dict[Residuals, range] = {}  # the compute instructions during which they may be away
-    held: list[Number] = [0] * len(places)  # during each compute instruction
-    for number, (at, place) in enumerate(places):
-        for op, stage, microbatch, *_ in parts_of(program[at][place]):
-            residuals, size = (stage, microbatch), costs.of("activation", stage)
-            if op in (Op.F, Op.RECOMPUTE):
-                if residuals in forwards:
-                    _add(held, range(forwards[residuals], forwards[residuals] + 1), size)
-                    _add(held, range(forwards[residuals] + 1, number), costs.of("checkpoint", stage))
-                forwards[residuals] = number
-            elif residuals in forwards:
-                share = costs.of("weight_share", stage) if op is Op.W else 1
-                start, forwards[residuals] = forwards[residuals], number + 1  # what W needs is held on
-                _add(held, range(start, number + 1), share * size)
-                if op is not Op.W and stage in chosen and residuals not in away:
-                    spans[residuals] = range(start + 1 + lookahead, number - lookahead)
-    spans = {residuals: span for residuals, span in spans.items() if span}
-    leave: dict[Place, list[Instruction]] = {}
-    back: dict[Place, list[Instruction]] = {}
-    for residuals in spans if cap is None else _exceeding(held, spans, cap, costs):
-        start, stop = spans[residuals].start, spans[residuals].stop
-        leave.setdefault(places[start - 1], []).append(Instruction(Op.OFFLOAD, *residuals))
-        back.setdefault(places[stop], []).append(Instruction(Op.FETCH, *residuals))
-    return insert(program, back, leave)
-
-
-def _exceeding(
-    held: list[Number], spans: Mapping[Residuals, range], cap: Number, costs: Costs
-) -> list[Residuals]:
-    """Choose residuals to be away so that the others fit, those with the longest spans first, in order."""
-    moving = set[Residuals]()
-    for number in range(len(held)):
-        while held[number] > cap:
-            there = [r for r, span in spans.items() if number in span and r not in moving]
-            if not there:
-                raise ValueError(
-                    f"cap: got {cap}, expected {held[number]} or more: so much is in use, or too soon, at"
-                    f" compute instruction {number} of a rank; offload more stages, or raise it"
-                )
-            longest = max(there, key=lambda residuals: len(spans[residuals]))
-            moving.add(longest)
-            _add(held, spans[longest], -costs.of("activation", longest[0]))
-    return [residuals for residuals in spans if residuals in moving]
-
-
-def _add(held: list[Number], numbers: range, size: Number) -> None:
-    for number in numbers:
-        held[number] += size
+    wanted = lambda op, stage: op in (Op.B, Op.I) and stage in chosen  # noqa: E731
+    return _insert_before(schedule, Op.RECOMPUTE, RESIDUAL_OPS, wanted)
 
 
 def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedule:
