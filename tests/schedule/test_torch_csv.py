@@ -32,6 +32,7 @@ from ppfunc.schedule.passes.running import send_completion
 from ppfunc.schedule.proof.certificate import check
 from ppfunc.testing import schedules
 from tests.schedule.reference import Model
+from tests.schedule.test_torch_parity import Stage
 
 RANKS, MICROBATCHES = 3, 6
 WAITS = hasattr(torch_schedules, "WAIT_SEND_F")  # from torch 2.15 on
@@ -44,19 +45,9 @@ KINDS = {
 }
 
 
-class Stage:
-    """What torch's schedule classes read of a stage while they make their order."""
-
-    def __init__(self, index: int, stages: int) -> None:
-        self.stage_index, self.num_stages = index, stages
-        self.group_rank, self.group_size = 0, RANKS
-        self.is_first, self.is_last = index == 0, index == stages - 1
-        self.submod, self.has_backward = None, False
-
-
 def torch_schedule(kind: str):
     held = (0, 2 * RANKS - 1) if kind in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV") else (0, RANKS)
-    stages = [Stage(s, 2 * RANKS) for s in held]
+    stages = [Stage(s, RANKS, 2 * RANKS) for s in held]
     return getattr(torch_schedules, kind)(stages, MICROBATCHES, loss_fn=lambda output, target: None)
 
 

@@ -26,7 +26,7 @@ else: a file without that instruction gives it the sum over the microbatches.
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -216,22 +216,11 @@ def _layout(rows: list[_Row]) -> tuple[tuple[int, ...], tuple[Chain, ...]]:
         others.update((part.stage, microbatch_of(part)) for part in parts if part.op is not Op.F)
     stages = 1 + max(map(max, held))
     placement = _placement(rows, held, stages)
-    return placement, _chains(rows, stages, _microbatches(forwards or others), forwards)
+    return placement, _chains(stages, _microbatches(forwards or others), forwards)
 
 
 def _compute(row: _Row) -> list[Instruction]:
     return [part for i in row if i is not None and i.op in COMPUTE for part in parts_of(i)]
-
-
-def _refuse(rows: list[_Row], wrong: Callable[[Instruction], bool], reason: str) -> None:
-    """Raise the error for the first compute instruction that is ``wrong``."""
-    for rank, row in enumerate(rows):
-        for position, instruction in enumerate(row):
-            for part in _compute([instruction]):
-                if wrong(part):
-                    raise ScheduleError(
-                        rank, (position, 0), instruction, f"stage or microbatch out of range: {reason}"
-                    )
 
 
 def _placement(rows: list[_Row], held: list[Counter[int]], stages: int) -> tuple[int, ...]:
@@ -240,12 +229,14 @@ def _placement(rows: list[_Row], held: list[Counter[int]], stages: int) -> tuple
         for stage, often in counts.items():
             owners[stage] = max(owners.get(stage, (0, 0)), (often, -rank))
     gap = next((stage for stage in range(stages) if stage not in owners), None)
-    if gap is not None:
-        _refuse(
-            rows,
-            lambda part: part.stage > gap,
-            f"no rank computes stage {gap}, but stages have no gaps; give a row for each rank",
-        )
+    for rank, row in enumerate(rows) if gap is not None else ():
+        for position, instruction in enumerate(row):
+            if any(part.stage > gap for part in _compute([instruction])):
+                reason = (
+                    f"stage out of range: no rank computes stage {gap}, but stages have no gaps; give a row"
+                    " for each rank"
+                )
+                raise ScheduleError(rank, (position, 0), instruction, reason)
     return tuple(-owners[stage][1] for stage in range(stages))
 
 
@@ -265,31 +256,21 @@ def _microbatches(computed: set[tuple[int, int]]) -> int:
     return best
 
 
-def _chains(
-    rows: list[_Row], stages: int, microbatches: int, forwards: set[tuple[int, int]]
-) -> tuple[Chain, ...]:
+def _chains(stages: int, microbatches: int, forwards: set[tuple[int, int]]) -> tuple[Chain, ...]:
     """Choose the division into equal chains that the forwards contradict least.
 
     With k chains, chain j holds stages ``j*S/k`` to ``(j+1)*S/k - 1`` and the j-th of k equal
     ranges of microbatches; k is 1 unless another one leaves fewer forwards missing or out of place.
     """
-    # Beyond this many missing forwards it is no schedule at all, and a proof would walk them all.
-    too_many = 2 * len(forwards) + 1000
     best, least = 1, stages * microbatches - len(forwards)
     for number in range(2, stages + 1) if least else ():
         length, share = stages // number, microbatches // number
         divides = stages == length * number and microbatches == share * number
-        if divides and stages * share - len(forwards) < min(least, too_many):
+        if divides and stages * share - len(forwards) < least:
             outside = sum(stage // length != microbatch // share for stage, microbatch in forwards)
             missing = stages * share - (len(forwards) - outside)
             if outside + missing < least:
                 best, least = number, outside + missing
-    if least > too_many:
-        reason = (
-            f"{stages} stages with {microbatches} microbatches need far more than the {len(forwards)}"
-            " forwards there are"
-        )
-        _refuse(rows, lambda part: part.microbatch == microbatches - 1, reason)
     length, share = stages // best, microbatches // best
     return tuple(
         Chain(tuple(range(j * length, (j + 1) * length)), range(j * share, (j + 1) * share))

@@ -2,10 +2,9 @@
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from ppfunc._checks import require_index
 
@@ -18,15 +17,6 @@ from ..proof.queues import check_queues
 from ..proof.structure import check_structure
 from ..schedule import Program, Schedule, Step
 from .rewrite import remove_slots
-
-
-class Range(NamedTuple):
-    """Bound the time in which one holder uses a slot: first to last use. Ranges sort by their begin."""
-
-    begin: int  # number of the first use among those of the rank
-    end: int  # number of the last use
-    step: int  # step of the first use
-    holder: Holder  # stage, microbatch, and how often it has been offloaded
 
 
 def allocate_slots(schedule: Schedule) -> Schedule:
@@ -55,11 +45,30 @@ def allocate_slots(schedule: Schedule) -> Schedule:
     check_structure(schedule)
     bare = remove_slots(schedule)
     gone = _sends_gone(bare) if bare.ops & COMMUNICATION else lambda rank, holder, step: True
-    programs = []
-    for rank, program in enumerate(bare.programs):
-        slots = _colour(_ranges(program), partial(gone, rank))
-        programs.append(_written(program, slots))
-    return replace(bare, programs=tuple(programs))
+    programs = tuple(_with_slots(program, partial(gone, rank)) for rank, program in enumerate(bare.programs))
+    return replace(bare, programs=programs)
+
+
+def _with_slots(program: Program, gone: Callable[[Holder, int], bool]) -> Program:
+    """Write the slots of one rank; ``gone`` tells if the sends of a holder are over when a step begins."""
+    last = {holder: number for number, (*_, holder) in enumerate(uses(program))}
+    slots: dict[Holder, int] = {}
+    by_stage: dict[int, list[Holder]] = defaultdict(list)  # who has each slot
+    parts: dict[tuple[int, int], list[Instruction]] = defaultdict(list)  # by step and place
+    for number, (step, place, part, holder) in enumerate(uses(program)):
+        if holder not in slots:
+            mine = by_stage[part.stage]
+            free = (n for n, before in enumerate(mine) if last[before] < number and gone(before, step))
+            slots[holder] = slot = next(free, len(mine))
+            mine[slot : slot + 1] = [holder]
+        parts[step, place].append(part._replace(slot=slots[holder]))
+    return tuple(
+        tuple(
+            i if i.op in WHOLE_STAGE else i._replace(parts=tuple(parts[s, p])) if i.parts else parts[s, p][0]
+            for p, i in enumerate(step)
+        )
+        for s, step in enumerate(program)
+    )
 
 
 def _sends_gone(schedule: Schedule) -> Callable[[int, Holder, int], bool]:
@@ -82,44 +91,6 @@ def _sends_gone(schedule: Schedule) -> Callable[[int, Holder, int], bool]:
         )
 
     return gone
-
-
-def _ranges(program: Program) -> Iterable[Range]:
-    ranges: dict[Holder, Range] = {}
-    for number, (step, _, _, holder) in enumerate(uses(program)):
-        first = ranges.get(holder, Range(number, number, step, holder))
-        ranges[holder] = first._replace(end=number)
-    return ranges.values()
-
-
-def _colour(ranges: Iterable[Range], gone: Callable[[Holder, int], bool]) -> dict[Holder, int]:
-    """Choose the slot of every holder; ``ranges`` come in the order of their begins."""
-    last: dict[int, list[Range]] = {}
-    slots: dict[Holder, int] = {}
-    for r in ranges:
-        mine = last.setdefault(r.holder[0], [])
-        free = (n for n, before in enumerate(mine) if before.end < r.begin and gone(before.holder, r.step))
-        slot = next(free, len(mine))
-        mine[slot : slot + 1] = [r]
-        slots[r.holder] = slot
-    return slots
-
-
-def _written(program: Program, slots: dict[Holder, int]) -> Program:
-    at: dict[tuple[int, int], list[Instruction]] = {}
-    for step, place, part, holder in uses(program):
-        at.setdefault((step, place), []).append(part._replace(slot=slots[holder]))
-    return tuple(
-        tuple(
-            i
-            if i[0] in WHOLE_STAGE
-            else i._replace(parts=tuple(at[s, p]))
-            if i[0] is Op.OVERLAP_F_B
-            else at[s, p][0]
-            for p, i in enumerate(step)
-        )
-        for s, step in enumerate(program)
-    )
 
 
 def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
