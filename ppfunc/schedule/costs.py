@@ -129,7 +129,10 @@ class Costs:
     def of(self, name: str, stage: int) -> Number: ...
 
     def of(self, name: str, stage: int) -> Number | None:
-        """Return the value ``name`` for ``stage``; None for an optional one that was left out.
+        """Return the value ``name`` for ``stage``.
+
+        Returns:
+            The number, or None for an optional value that was left out.
 
         Raises:
             ValueError: there is no such value, or no number for this stage.
@@ -167,7 +170,7 @@ class Costs:
         return replace(self, **{name: tuple(self.of(name, s) for s in stages) for name in unequal})
 
     def per_rank(self, schedule: Schedule) -> Self:
-        """Return the costs of a stage of ``schedule``, from those of one rank's share of the model.
+        """Divide the costs of one rank's share of the model among the stages of ``schedule``.
 
         So schedules with one stage per rank, with several, and with replicas are timed for one model. Times,
         activations and parameters are shared among the stages of a share; messages stay as they are.
@@ -192,7 +195,7 @@ class Costs:
         return replace(self, **portions)
 
     def fitting(self, stages: int) -> Self:
-        """Return these costs after checking that they fit a schedule of so many stages.
+        """Return these costs after checking that they fit a schedule with a number of stages.
 
         Raises:
             ValueError: a sequence of another length, a mapping with a stage that does not exist.
@@ -269,7 +272,7 @@ class Costs:
 
 
 def require_costs(costs: Any) -> Costs:
-    """Return ``costs``, or the default ones for None.
+    """Check the argument ``costs``. By default, and for None, costs are ``Costs()``.
 
     Raises:
         TypeError: neither costs nor None.

@@ -109,7 +109,7 @@ class Dataflow:
 
     @cached_property
     def routes(self) -> dict[tuple[Op, int, int | None], MessageRoute]:
-        """Map ``(op, stage, peer)`` of a SEND or RECV to its messages; the peer is None along a chain."""
+        """Map ``(op, stage, peer)`` of a SEND or RECV to its messages. Along a chain the peer is None."""
         routes = {}
         home = self.schedule.placement
         for source, target, op, send, receive, far, near in edge_flows(self.schedule):

@@ -82,7 +82,11 @@ def fault_at(schedule: Schedule, position: tuple[int, int, int], reason: str) ->
 
 
 def last_place(schedule: Schedule, rank: int) -> tuple[int, int] | None:
-    """Return the position of a rank's last instruction, to place a missing one; None if it has none."""
+    """Return the position of a rank's last instruction, to place a missing instruction.
+
+    Returns:
+        Step and place, or None for a rank without instructions.
+    """
     steps = enumerate(schedule.programs[rank])
     return max(((step, len(instructions) - 1) for step, instructions in steps if instructions), default=None)
 

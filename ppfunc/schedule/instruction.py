@@ -1,4 +1,4 @@
-"""Define the instruction of a schedule, its text, and what each operation is.
+"""Define operations and instructions of a schedule, and their text.
 
 An operation is described once, by its row in :data:`KINDS`. Proof, simulation, passes, pictures, files and
 the binding of a step read the row; the sets below it (``COMPUTE``, ``SENDS``, ``TAIL``, ...) follow from it.
@@ -76,7 +76,7 @@ class Unit(Enum):
 
 
 class Kind(NamedTuple):
-    """Say what the instructions of one operation are; see the module.
+    """Describe an operation: a row of the table in the module's docstring.
 
     Args:
         unit: part of the rank that is busy, None for an instruction that takes no time.
@@ -87,8 +87,8 @@ class Kind(NamedTuple):
         product: value that it computes. W and RECOMPUTE, which make no value for another instruction, have
             the value that they belong to.
         makes: whether it is the one that computes the product.
-        needs: by thing, the states in which it must be.
-        gives: by thing, the state in which it is left.
+        needs: states that a thing must be in, by the name of the thing.
+        gives: state that a thing is left in, by the name of the thing.
         held: change of the number of whole activations, and of shares that wait for W.
         microbatch: whether it belongs to one microbatch; else to a stage as a whole.
         cost: name of its time in ``Costs``, where that is not its token in small letters.
@@ -257,10 +257,10 @@ class Instruction(NamedTuple):
         stage: the stage it belongs to. A message is named by the stage that performs it:
             ``0SEND_F3`` meets ``1RECV_F3``.
         microbatch: the microbatch, or None for the instructions of a whole stage.
-        peer: for a message along a skip connection, the stage at the other end; None where
+        peer: stage at the other end of a message along a skip connection; None where
             the other end is the stage's neighbour in its chain.
         slot: the buffer that holds the value, once slots have been allocated.
-        parts: for ``OVERLAP_F_B``, the forward and the backward that run as one program;
+        parts: forward and backward of an ``OVERLAP_F_B``, which run as one program;
             ``stage`` and ``microbatch`` then repeat those of the forward.
 
     >>> str(Instruction(Op.F, 2, 0))
@@ -339,7 +339,7 @@ def overlap(forward: Instruction, backward: Instruction) -> Instruction:
 
 
 def microbatch_of(instruction: Instruction) -> int:
-    """Return the microbatch of an instruction that belongs to one.
+    """Return the microbatch of an instruction that has a microbatch.
 
     Raises:
         ValueError: an instruction of a whole stage.

@@ -104,11 +104,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read(path: str, value: Any, form: Any) -> Any:
-    """Read the JSON value at ``path``, or raise FormatError for one of another form.
+    """Read the JSON value at ``path``, or raise FormatError for a value of another form.
 
     Args:
         path: place of the value in its document, such as ``$.programs[2]``.
-        value: what JSON has there.
+        value: value of the parsed document there.
         form: a dictionary of the forms by key, for an object; a list of one form, for a list of any length;
             or a function that reads a path and a value.
 

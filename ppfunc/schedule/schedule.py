@@ -48,7 +48,7 @@ class Schedule:
         name: the name of the builder that made it, or of the file it was read from.
         placement: rank of every stage; ``placement[s]`` holds stage ``s``.
         chains: the paths that microbatches walk through the stages.
-        programs: one program per rank.
+        programs: program of each rank.
         skips: additional edges ``(source stage, destination stage)`` of skip connections.
     """
 
@@ -162,17 +162,17 @@ class Schedule:
         return (*self._successors.items(), *self.skips)
 
     def successor(self, stage: int) -> int | None:
-        """Return the next stage of its chain, None for the last."""
+        """Return the next stage in the chain of ``stage``. Behind the last stage: None."""
         require_index("stage", stage, self.stages)
         return self._successors.get(stage)
 
     def predecessor(self, stage: int) -> int | None:
-        """Return the stage before it in its chain, None for the first."""
+        """Return the stage before ``stage`` in its chain. Before the first stage: None."""
         require_index("stage", stage, self.stages)
         return self._predecessors.get(stage)
 
     def other_end(self, message: Instruction) -> int | None:
-        """Return the stage at the other end of a SEND or RECV; None if its chain ends here."""
+        """Return the stage with which a SEND or RECV exchanges its message. Where the chain ends: None."""
         require_type("message", message, Instruction, "an instruction such as 0SEND_F1")
         if message.peer is not None:
             return message.peer
@@ -246,10 +246,10 @@ def single_chain(
     (1, 1)
 
     Args:
-        name: of the schedule, in pictures and errors.
+        name: name of the schedule, in pictures and errors.
         placement: the rank of every stage.
         microbatches: number of microbatches that walk the chain.
-        programs: per rank, its instructions in order, one per step.
+        programs: instructions of each rank in order, one per step.
 
     Raises:
         TypeError: another type, or items that are not instructions.

@@ -124,7 +124,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _rows(text: str) -> list[_Row]:
-    """Read the instructions of every row, None for a blank, without the waits."""
+    """Read the instructions of every row without the waits. A blank is read as None."""
     rows: list[_Row] = []
     seen: set[str] = set()
     unawaited: set[Instruction] = set()  # what no wait has followed yet, in the row
@@ -241,9 +241,10 @@ def _placement(rows: list[_Row], held: list[Counter[int]], stages: int) -> tuple
 
 
 def _microbatches(computed: set[tuple[int, int]]) -> int:
-    """Choose the number of microbatches with the fewest missing below it and out of range above it.
+    """Infer the number M of microbatches from an incomplete file: minimise forwards missing below M plus
+    forwards at or above M.
 
-    Each microbatch is expected in as many stages as most are; of equals the largest number.
+    Each microbatch is expected in as many stages as most are. Ties go to the larger M.
     """
     stages_of = Counter(microbatch for _, microbatch in computed)
     usual = max((often, stages) for stages, often in Counter(stages_of.values()).items())[1]

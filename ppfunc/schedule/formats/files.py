@@ -1,4 +1,4 @@
-"""Read a schedule from a file of any form, CSV, JSON or Chrome trace, whatever the file may hold."""
+"""Read a schedule from a file (CSV, JSON or Chrome trace), or build the schedule of a configuration."""
 
 import stat
 import warnings

@@ -80,8 +80,8 @@ def to_svg(
             timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`~ppfunc.schedule.proof.timeline.timeline_of`); by default simulated with the default costs.
-        width: of the picture, in pixels from 960 to 100000; by default such that most bars have room for
-            their number, at most 1600.
+        width: width of the picture, in pixels from 960 to 100000; by default such that most bars have room
+            for their number, at most 1600.
 
     Raises:
         TypeError, ValueError: a width out of range, or a timeline of another schedule.
@@ -157,7 +157,7 @@ def _facts(schedule: Schedule, timeline: Timeline) -> list[str]:
 
 
 def _spoken(timeline: Timeline, facts: list[str]) -> str:
-    """Say what the picture shows: the facts of the whole, then those of every rank."""
+    """Describe the picture in words: the facts of the whole, then of every rank."""
     ranks = (
         f"rank {rank}: idle {_idle(timeline, rank)}, peak activations {amount(peak)}"
         for rank, peak in enumerate(timeline.peak_activations)
@@ -185,7 +185,7 @@ def _legend(
 
 
 def _swatches(schedule: Schedule, rows: list[list[Bar]], timed: Set[Op]) -> Iterator[tuple[str, float, str]]:
-    """Yield what stands in the legend: a swatch, its width, and its label."""
+    """Yield the entries of the legend: a swatch, its width, and its label."""
     seen = [bar.instruction for row in rows for bar in row]
     kinds = timed | {part.op for i in seen for part in parts_of(i)}
     for op, kind in KINDS.items():
@@ -246,7 +246,7 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered
 
 
 def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
-    """Draw bars for optimizer steps, thin ones for collectives and copies; none for what takes no time."""
+    """Draw bars for optimizer steps, and thin bars for collectives and copies, where they take time."""
     for bar in row:
         instruction, start, end = bar
         if end > start:
@@ -341,7 +341,7 @@ def escaped(content: str) -> str:
 
 
 def number(value: float) -> str:
-    """Write a number with at most two decimals, none if it is whole."""
+    """Write a number with at most two decimals, without trailing zeros."""
     return f"{float(value):.2f}".rstrip("0").rstrip(".")
 
 
@@ -406,9 +406,9 @@ def draw(
     """Draw points with labels as an SVG file; of points in one place, the labels stand together.
 
     Args:
-        points: of the classes ``point``, ``twice`` and ``over``.
-        title, description: for all readers, and for those who cannot see it.
-        width: in pixels from 720 to 100000; by default 900.
+        points: points, of the classes ``point``, ``twice`` and ``over``.
+        title, description: texts for all readers, and for readers who cannot see the picture.
+        width: width of the picture, in pixels from 720 to 100000; by default 900.
         across, upwards: the axes, which begin at 0.
     """
     width = 900 if width is None else width
@@ -423,7 +423,7 @@ def draw(
 
 
 def _placed(points: Sequence[Point], scale: list[float], bottom: float) -> list[Point]:
-    """Return the points on the page from top to bottom; merge those in the same place."""
+    """Return the points on the page from top to bottom; merge points of the same place."""
     by_place: dict[tuple[int, int], list[Point]] = {}
     for p in points:
         place = round(_POINTS_LEFT + p.x * scale[0]), round(bottom - p.y * scale[1])
@@ -495,7 +495,7 @@ class _Box(NamedTuple):
 
 
 def _lead(point: Point, box: _Box) -> list[_Box]:
-    """Return the line from a point to its label as a row of dots; none where the label is beside it."""
+    """Return the line from a point to its label as a row of dots, empty where the label is beside it."""
     x, y = min(max(point.x, box.left), box.right), min(max(point.y, box.top), box.bottom)
     if y == point.y:
         return []

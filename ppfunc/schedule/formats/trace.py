@@ -58,7 +58,7 @@ def to_trace(
         schedule: the one that ran, or would run; or a timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`~ppfunc.schedule.proof.timeline.timeline_of`); by default simulated with the default costs.
-        microseconds: how long one unit of the timeline is in the trace; by default 1e6 where it is measured,
+        microseconds: length of one unit of the timeline in the trace; by default 1e6 where it is measured,
             in seconds, else 1000.
 
     Raises:

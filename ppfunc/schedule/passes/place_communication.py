@@ -61,8 +61,9 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     other end is posted before the consumer of that receive has to run.
 
     Args:
-        lookahead: how many computes before its consumer a receive is posted, as far as the order of the
-            pair lets it. A message then crosses while the rank computes; its buffer lives longer by as much.
+        lookahead: number of computes by which a receive is posted before its consumer, as far as the order
+            of the pair lets it. A message then crosses while the rank computes; its buffer lives longer by
+            as much.
 
     Raises:
         ValueError: a negative lookahead.
@@ -102,7 +103,7 @@ def _computes(program: Program, ends: Sequence[int], lookahead: int) -> Computes
 
 
 def _pairs(schedule: Schedule) -> dict[int, dict[int, list[EdgeFlow]]]:
-    """Group the edges between each two ranks, by the lower and then by the higher one."""
+    """Group the edges between each two ranks, by the lower and then by the higher rank."""
     pairs: dict[int, dict[int, list[EdgeFlow]]] = {}
     for edge in edge_flows(schedule):
         low, high = sorted((schedule.placement[edge.source], schedule.placement[edge.target]))

@@ -51,7 +51,7 @@ def cross_out(schedule: Schedule, unwanted: Callable[[Instruction], bool]) -> Sc
 
 
 def insert(program: Program, before: Insertions, behind: Insertions) -> Program:
-    """Write instructions before and behind those at some places: the step, and the place in it."""
+    """Write instructions before and behind some places of a program: the step, and the place in it."""
     return tuple(
         tuple(
             new
@@ -109,7 +109,7 @@ def remove_slots(schedule: Schedule) -> Schedule:
 
 
 def compute_only(schedule: Schedule) -> Schedule:
-    """Keep the compute of ``schedule``, as builders write it; a step without any becomes an idle one.
+    """Keep the compute of ``schedule``, as builders write it; a step without compute becomes idle.
 
     All residuals are kept then: nothing is computed again.
 
@@ -209,7 +209,7 @@ def _merge_program(program: Program) -> Program:
 
 
 def _merged(before: Instruction, weight: Instruction) -> Instruction | None:
-    """Return ``before`` with its I turned into B, if that I is the one that ``weight`` belongs to."""
+    """Return ``before`` with its I turned into B, if ``weight`` belongs to that I."""
     if before.parts:
         backward = _merged(before.parts[1], weight)
         return None if backward is None else before._replace(parts=(before.parts[0], backward))
@@ -220,7 +220,7 @@ def _merged(before: Instruction, weight: Instruction) -> Instruction | None:
 def _insert_before(
     schedule: Schedule, op: Op, unless: Set[Op], wanted: Callable[[Op, int], bool]
 ) -> Schedule:
-    """Write ``op`` before the instructions that want it, but for microbatches that have one of ``unless``.
+    """Write ``op`` before the instructions that want it, unless their microbatch has ``unless``.
 
     Args:
         schedule: a schedule, whose slots are taken away.
@@ -489,7 +489,7 @@ def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
     Those that are there already are replaced.
 
     Args:
-        most: how many stages may be unsharded at once on a rank, at least 1.
+        most: number of stages that may be unsharded at once on a rank, at least 1.
 
     Raises:
         ValueError: ``most`` is less than 1, or than the stages of an overlapped pair.
@@ -517,7 +517,7 @@ def _gathered(program: Program, most: int) -> Program:
 
 
 def _moves(uses: list[tuple[int, ...]], most: int) -> list[list[Instruction]]:
-    """List the gathers and frees that come before the first use, and those that come after each use."""
+    """List the gathers and frees that come before the first use, and after each use."""
     held: set[int] = set()
     moves: list[list[Instruction]] = []
     for now, order in zip([*uses, ()], [*_orders(uses), ()], strict=True):

@@ -1,4 +1,4 @@
-"""Find what running a schedule takes: slots for its values, an order of its steps, the ends of its sends."""
+"""Prepare a schedule to run: slots for its values, an order of its steps, the ends of its sends."""
 
 from bisect import bisect_left
 from collections import defaultdict, deque
@@ -94,7 +94,7 @@ def _sends_gone(schedule: Schedule) -> Callable[[int, Holder, int], bool]:
 
 
 def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
-    """Return all steps as ``((rank, step index), ...)``, each after those that it consumes from.
+    """Return all steps as ``((rank, step index), ...)``, each after the steps that it consumes from.
 
     Equivalent to: in turn, every rank runs its next step if it can, until all have ended. Ranks
     advance evenly, so few values wait between them. Communications are not looked at: in one
@@ -131,7 +131,7 @@ def linearize(schedule: Schedule) -> tuple[tuple[int, int], ...]:
 
 
 def _try(step: Step, flow: Dataflow, there: set[int]) -> tuple[int | None, set[int]]:
-    """Return the value that a step waits for, or None, and the values that it computes."""
+    """Return the missing value that a step waits for, if any, and the values that it computes."""
     products: set[int] = set()
     for instruction in step:
         if instruction.op in COMPUTE:
@@ -165,7 +165,7 @@ def send_completion(schedule: Schedule, rank: int) -> dict[int, list[Instruction
     Only the programs of ``rank`` and of those that it sends to or receives from are read.
 
     Args:
-        schedule: one that ``check`` accepts, with communication.
+        schedule: schedule that ``check`` accepts, with communication.
         rank: the rank that sends.
 
     >>> from ppfunc.schedule import one_f_one_b, place_communication

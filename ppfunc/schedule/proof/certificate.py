@@ -40,8 +40,8 @@ class Certificate:
     """Hold the facts that ``check`` has proved, tied to one schedule by its digest.
 
     Args:
-        digest: of the schedule.
-        name: of the schedule.
+        digest: digest of the schedule.
+        name: name of the schedule.
         ranks: number of ranks.
         stages: number of stages.
         chains: number of chains.
@@ -260,7 +260,7 @@ def _wrong_state(op: Op, key: tuple[str, int, int | None], now: str, changed: Po
 
 
 def _check_tail(schedule: Schedule) -> None:
-    """Prove that reductions and steps come once in all stages or in none, in order, after all backwards.
+    """Prove that reductions and steps come after all backwards, in order, once in each stage if in any.
 
     REDUCE_TIED may be missing in a stage, since a schedule does not know what is tied. A stage that has it
     has it in all of its replicas, and replicas that are stepped are summed.
@@ -308,7 +308,7 @@ def _check_tail(schedule: Schedule) -> None:
 
 
 def _check_slots(schedule: Schedule) -> tuple[int, ...]:
-    """Return the number of slots of every stage, none where no slots have been allocated.
+    """Return the number of slots of every stage; nothing for a schedule without slots.
 
     A slot belongs to its stage and holds all of one microbatch: input, output, residuals and
     gradients, from the first instruction that names it to the last, or until it is offloaded.

@@ -49,7 +49,7 @@ _PHASE = {**dict.fromkeys(COMMUNICATION, 0), Op.LOAD: 1}
 
 
 def walk(schedule: Schedule) -> Iterator[tuple[Position, Any]]:
-    """Iterate over all instructions and their positions, those of a step in the order of its meaning."""
+    """Iterate over all instructions and their positions; within a step in the order of its meaning."""
     for rank, program in enumerate(schedule.programs):
         for step, instructions in enumerate(program):
             for place, instruction in in_order(instructions):
@@ -106,7 +106,7 @@ def check_order(flow: Dataflow) -> OrderRecord:
 
 
 def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | None], _Rule]:
-    """Map ``(op, stage, peer)`` of computes and messages to what they need and make."""
+    """Map ``(op, stage, peer)`` of computes and messages to the values that they need and make."""
     kinds: dict[tuple[Op, int, int | None], _Rule] = {}
     home = flow.schedule.placement
     for (op, stage, peer), (first, _) in flow.routes.items():
@@ -138,7 +138,7 @@ def position_of(schedule: Schedule, rank: int, number: int) -> Position:
 
 
 def _twice(flow: Dataflow, part: Instruction, earlier: int) -> str:
-    """Say that what an instruction makes is there already."""
+    """Say that the product of an instruction is there already."""
     schedule = flow.schedule
     rank, step, place = position_of(schedule, schedule.placement[part.stage], earlier)
     if part.op in COMMUNICATION:

@@ -42,12 +42,12 @@ class QueueRun(NamedTuple):
     """A run of all ranks, each step as early as possible, until nothing moves any more.
 
     Args:
-        first: per rank and step, the number of its first instruction; then the number of all.
-        steps: per rank and instruction, its step.
-        last: by two ranks, and by step of the first, the instruction that begins the last step of the
-            second with a message of that batch.
-        waits: per rank, in order.
-        late: per rank, how many steps of time it has lost at first, and after each of its waits.
+        first: number of the first instruction, per rank and step; then the number of all.
+        steps: step of an instruction, per rank and instruction.
+        last: instruction that begins the last step of a rank with a message of a batch; by two ranks, of
+            which this is the second, and by the step in which the first posts the batch.
+        waits: waits of each rank, in order.
+        late: steps of time that a rank has lost at first, and after each of its waits.
     """
 
     first: list[list[int]]
@@ -58,7 +58,7 @@ class QueueRun(NamedTuple):
 
     @property
     def step_atomic(self) -> bool:
-        """Tell whether no rank waits for what another posts in a later step."""
+        """Tell whether no rank waits for a message that another rank posts in a later step."""
         return all(
             self.steps[other][awaited] <= steps[at]
             for steps, waits in zip(self.steps, self.waits, strict=True)
@@ -66,7 +66,7 @@ class QueueRun(NamedTuple):
         )
 
     def begin(self, rank: int, number: int) -> float:
-        """Return when an instruction of a rank begins, infinity behind the last one."""
+        """Return when an instruction of a rank begins; behind the last instruction, infinity."""
         if number == len(self.steps[rank]):
             return inf
         return self.steps[rank][number] + self.late[rank][bisect_left(self.waits[rank], (number,))]
@@ -155,7 +155,7 @@ def _last_steps(flow: Dataflow, first: list[list[int]], steps: list[list[int]], 
 def _message_waits(
     flow: Dataflow, record: OrderRecord, steps: list[list[int]], last: _Last
 ) -> Iterator[tuple[int, Iterable[Wait]]]:
-    """Yield the waits of computes for the batches of what they consume."""
+    """Yield the waits of computes for the batches of their inputs."""
     home, stride = flow.schedule.placement, flow.stride
     for (op, stage), needs in flow.needs.items():
         rank = home[stage]
@@ -172,7 +172,7 @@ def _message_waits(
 
 
 def _sum_waits(schedule: Schedule, first: list[list[int]]) -> Iterator[tuple[int, Iterable[Wait]]]:
-    """Yield the waits for sums over replicas, which REDUCE_TIED begins, before what follows or at the end."""
+    """Yield the waits for sums over replicas that REDUCE_TIED begins, before their next use or at the end."""
     begun: dict[int, Position] = {}
     used: dict[int, Position] = {}
     for position, instruction in walk(schedule):

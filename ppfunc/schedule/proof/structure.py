@@ -11,7 +11,7 @@ Ranges = list[tuple[int, int]]
 
 
 def check_structure(schedule: Schedule) -> None:
-    """Refuse a value that is no schedule, whatever it holds.
+    """Refuse a value that is no well-formed schedule.
 
     Raises:
         ScheduleError: a field of the wrong type, chains that are not disjoint or not of equal
@@ -145,7 +145,7 @@ def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ra
 
 
 def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> str:
-    """Put the fault of one instruction in words, empty without one."""
+    """Put the fault of one instruction in words; a sound instruction has the empty text."""
     op, stage, m, peer, slot, parts = instruction
     placement = schedule.placement
     if type(op) is not Op:

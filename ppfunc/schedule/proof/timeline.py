@@ -67,8 +67,8 @@ class TimedOp(NamedTuple):
 
 
 class _Beside:
-    """Time what runs beside the compute of one rank, each unit one after the other; collectives as if all
-    that take part were there.
+    """Time the work beside the compute of one rank, each unit on its own; collectives as if all ranks that
+    take part were there.
 
     Args:
         copied: time of the copy to the host of every microbatch that has an OFFLOAD, by its stage.
@@ -101,7 +101,7 @@ class _Beside:
         return max(self.ready.get(key, 0) for key in keys)
 
     def begin_copies(self, work: TimedOp, microbatch: int, end: Time) -> None:
-        """Begin to copy what a forward that ends then has kept, if it has an OFFLOAD."""
+        """Begin to copy the residuals of a forward that ends then, if it has an OFFLOAD."""
         for op, stage, distance in work.parts:
             key = stage, microbatch + distance
             if op is Op.F and key in self.copied:
@@ -278,7 +278,7 @@ _WINDOW = 32  # steps by which a rank may be ahead: what some 32 ranks touch mea
 
 
 def take_turns(resume: Callable[[int], None], ready: list[int], past: Sequence[Sized]) -> None:
-    """Resume the ranks in ``ready``, the last first, until there are none.
+    """Resume the ranks in ``ready``, the last first, until no rank is ready.
 
     A rank that is resumed runs until it has to wait, and adds to ``ready`` those that waited for it. Any
     order gives the same result. But a rank can be only a microbatch or so ahead of its neighbour, so without
@@ -287,7 +287,7 @@ def take_turns(resume: Callable[[int], None], ready: list[int], past: Sequence[S
     Args:
         resume: runs a rank.
         ready: the ranks that can run; empty at the end.
-        past: what each rank has done so far. One that is ahead of the window waits for it to move on.
+        past: work that each rank has done so far. A rank that is ahead of the window waits for it to move on.
     """
     ahead: list[int] = []
     end = _WINDOW
@@ -309,14 +309,14 @@ class Timeline:
 
     Args:
         schedule: the one that ran, or would run.
-        makespan: from 0 to the last end of compute, a reduction or an optimizer step.
+        makespan: time from 0 to the last end of compute, a reduction or an optimizer step.
         span: largest over the ranks of that end minus the first start of compute.
         bubble: share of the makespan in which ranks neither compute nor step their optimizers, on average.
         span_bubble: the same share of the span.
-        idle: per rank, the time of the makespan in which it does neither.
-        peak_activations: per rank, the largest memory held for backwards, in the unit of the costs.
-        starts: per rank, the start of every instruction in the order of its program.
-        ends: per rank, the end of every instruction. A message lasts from the end of its producer
+        idle: time of the makespan in which a rank does neither, per rank.
+        peak_activations: largest memory held for backwards, per rank, in the unit of the costs.
+        starts: start of every instruction in the order of its program, per rank.
+        ends: end of every instruction, per rank. A message lasts from the end of its producer
             until it is there, at both ends, an OFFLOAD until its copy ends, for which compute waits. Loads
             and RESHARD take no time.
         measured: the times are seconds of a step that ran; else they are simulated, in the unit of the costs.
@@ -408,7 +408,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     the memory is free, waits for its end; one from the host begins at its FETCH, and the backward waits.
 
     Args:
-        schedule: one that ``check`` accepts.
+        schedule: schedule that ``check`` accepts.
         costs: times and sizes; by default F = I = W = 1, B = 2, and all else takes no time.
 
     Raises:
@@ -519,7 +519,7 @@ HOLDING = frozenset(op for op, kind in KINDS.items() if kind.held != (0, 0))
 
 
 def held(schedule: Schedule, rank: int, stages: Container[int]) -> Iterator[tuple[int, int, int]]:
-    """Count what is held for backwards of some stages while each instruction runs that changes it.
+    """Count the activations held for backwards of some stages, while each instruction runs that changes them.
 
     Yields:
         The numbers of whole activations, of shares that wait for W, and of checkpoints.
