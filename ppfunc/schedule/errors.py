@@ -1,6 +1,6 @@
 """Name the place and the reason of a wrong schedule, with a picture and a mark."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ppfunc._checks import shown
@@ -111,6 +111,22 @@ def excerpt(schedule: Schedule, rank: int, position: tuple[int, int]) -> str:
             before = margin + sum(width[k] + 2 for k in columns if k < step)
             lines.append(" " * (before + mark) + "^" * length)
     return "\n".join(line.rstrip() for line in lines)
+
+
+def circle_of(rank: int, sentence: Callable[[int], tuple[str, int]]) -> tuple[int, str]:
+    """Follow who waits for whom until the circle closes.
+
+    Args:
+        rank: rank that waits.
+        sentence: function of a rank that waits; what it waits for in words, and the rank that has it.
+
+    Returns:
+        A rank of the circle, and a paragraph of readable length about the circle.
+    """
+    sentences: dict[int, str] = {}
+    while rank not in sentences:
+        sentences[rank], rank = sentence(rank)
+    return rank, cycle_text([*sentences.values()][[*sentences].index(rank) :])
 
 
 def cycle_text(sentences: Sequence[str]) -> str:

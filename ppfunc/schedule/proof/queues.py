@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ..dataflow import Dataflow
-from ..errors import ScheduleError, cycle_text, fault_at, last_place, text_of
+from ..errors import ScheduleError, circle_of, fault_at, last_place, text_of
 from ..instruction import COMMUNICATION, COMPUTE, KINDS, SENDS, TAIL, Op
 from ..schedule import Schedule
 from .order import OrderRecord, Position, position_of, walk
@@ -257,10 +257,9 @@ def describe(flow: Dataflow, message: int) -> str:
 def _deadlock(flow: Dataflow, steps: list[list[int]], blocked: list[Wait | None]) -> ScheduleError:
     """Follow who waits for whom until the circle closes, and name all in it."""
     programs = flow.schedule.programs
-    rank = next(rank for rank, wait in enumerate(blocked) if wait)
-    sentences: dict[int, str] = {}
     positions: dict[int, Position] = {}
-    while rank not in sentences:
+
+    def sentence(rank: int) -> tuple[str, int]:
         wait = blocked[rank]
         assert wait, "a rank is waited for that has come to its end"
         _, at, other, awaited, message = wait
@@ -268,11 +267,11 @@ def _deadlock(flow: Dataflow, steps: list[list[int]], blocked: list[Wait | None]
         there = steps[other][awaited]
         posted = [flow.carried(i) for i in programs[other][there] if i.op in COMMUNICATION]
         alone = message < 0 or message in posted
-        sentences[rank] = (
+        return (
             f"rank {rank} at step {step}, place {place} ({text_of(programs[rank][step][place])})"
             f" waits for {describe(flow, message)}, {'which' if alone else 'in a batch with what'}"
             f" rank {other} posts only at step {there}"
-        )
-        rank = other
-    cycle = list(sentences.values())[list(sentences).index(rank) :]
-    return fault_at(flow.schedule, positions[rank], "deadlock: " + cycle_text(cycle))
+        ), other
+
+    rank, cycle = circle_of(next(rank for rank, wait in enumerate(blocked) if wait), sentence)
+    return fault_at(flow.schedule, positions[rank], "deadlock: " + cycle)

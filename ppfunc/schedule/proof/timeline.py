@@ -16,7 +16,7 @@ from ppfunc._checks import require_type, show_table, table
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
 from ..dataflow import Dataflow
-from ..errors import ScheduleError, cycle_text, require_schedule, schedule_error, text_of
+from ..errors import ScheduleError, circle_of, fault_at, require_schedule, schedule_error, text_of
 from ..instruction import (
     BESIDE,
     COMMUNICATION,
@@ -239,39 +239,25 @@ def _stuck(
     places = []
     for rank, program in enumerate(schedule.programs):
         steps = enumerate(program)
-        places.append(
-            [
-                (step, place)
-                for step, instructions in steps
-                for place, i in enumerate(instructions)
-                if i.op in timed
-            ]
-        )
-        for step, place in places[rank]:
-            for value in flow.products(program[step][place]) if program[step][place].op in COMPUTE else ():
-                makers.setdefault(value, (rank, step, place))
-    rank = min(missing)
-    seen: dict[int, str] = {}
-    while rank not in seen:
-        step, place = places[rank][len(times.ends[rank])]
-        name = flow.name(missing[rank])
+        places.append([(rank, s, p) for s, step in steps for p, i in enumerate(step) if i.op in timed])
+        for position in places[rank]:
+            instruction = program[position[1]][position[2]]
+            for value in flow.products(instruction) if instruction.op in COMPUTE else ():
+                makers.setdefault(value, position)
+
+    def text(rank: int, step: int, place: int) -> str:
+        return f"step {step}, place {place} ({text_of(schedule.programs[rank][step][place])})"
+
+    def sentence(rank: int) -> tuple[str, int]:
+        at, value = places[rank][len(times.ends[rank])], flow.name(missing[rank])
         if missing[rank] not in makers:
-            return schedule_error(
-                schedule, rank, (step, place), f"it waits for {name}, which no rank computes"
-            )
-        maker, at, beside = makers[missing[rank]]
-        here, there = (
-            text_of(schedule.programs[r][s][p]) for r, s, p in ((rank, step, place), (maker, at, beside))
-        )
-        seen[rank] = (
-            f"rank {rank} waits at step {step}, place {place} ({here}) for {name}, "
-            f"which rank {maker} computes only at step {at}, place {beside} ({there})"
-        )
-        rank = maker
-    cycle = list(seen.values())[list(seen).index(rank) :]
-    return schedule_error(
-        schedule, rank, places[rank][len(times.ends[rank])], "deadlock: " + cycle_text(cycle)
-    )
+            raise fault_at(schedule, at, f"it waits for {value}, which no rank computes")
+        maker = makers[missing[rank]]
+        there = f"which rank {maker[0]} computes only at {text(*maker)}"
+        return f"rank {rank} waits at {text(*at)} for {value}, {there}", maker[0]
+
+    rank, cycle = circle_of(min(missing), sentence)
+    return fault_at(schedule, places[rank][len(times.ends[rank])], "deadlock: " + cycle)
 
 
 _WINDOW = 32  # steps by which a rank may be ahead: what some 32 ranks touch meanwhile fits into the caches
