@@ -8,10 +8,8 @@ import pytest
 from hypothesis import find, given, strategies as st
 
 from ppfunc.schedule import BUILDERS, compute_only, place_communication, simulate
-from ppfunc.schedule.errors import ScheduleError
 from ppfunc.schedule.proof.certificate import check
 from ppfunc.testing import costs, placements, programs, schedules
-from tests.schedule.mutated import mutated_schedules
 
 
 @given(schedules())
@@ -19,22 +17,10 @@ def test_valid_schedules_are_proved(schedule):
     assert check(schedule).digest == schedule.digest
 
 
-@given(mutated_schedules())
-def test_broken_schedules_are_refused(schedule):
-    with pytest.raises(ScheduleError) as caught:
-        check(schedule)
-    assert caught.value.rank is not None
-
-
 @given(schedules(names=["interleaved_1f1b"], max_ranks=2, max_microbatches=3, max_chunks=2, lowered=False))
 def test_bounds_are_kept(schedule):
     assert schedule.ranks <= 2 and schedule.microbatches <= 3 and schedule.stages <= 4
     assert schedule.ranks == 1 or not schedule.has_messages
-
-
-@pytest.mark.parametrize("what", ["missing", "twice", "became", "is on rank", "is before", "waits for"])
-def test_every_way_to_break_one_is_found(what):
-    assert what in find(mutated_schedules(schedules(["1f1b"])), lambda schedule: what in schedule.name).name
 
 
 @given(st.data())

@@ -3,19 +3,19 @@
 import time
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, strategies as st
 
 from ppfunc.schedule import BUILDERS, compute_only, gpipe, place_communication
 from ppfunc.schedule.errors import ScheduleError
 from ppfunc.schedule.formats.csv import from_csv, to_csv
 from ppfunc.schedule.formats.files import read_schedule
-from ppfunc.schedule.instruction import FormatError, Instruction, Op
+from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, FormatError, Instruction, Op
 from ppfunc.schedule.json import to_json
 from ppfunc.schedule.proof.certificate import check
 from ppfunc.schedule.schedule import Chain, Schedule
 from ppfunc.testing import schedules
 from tests.clock import busy
-from tests.schedule.mutated import mutated_schedules
+from tests.schedule.test_certificate_reference import flat, with_steps
 
 SCHEDULES = [build(ranks, 8) for build in BUILDERS.values() for ranks in (2, 4)]
 
@@ -49,12 +49,26 @@ def test_what_is_right_is_right_after_a_journey(schedule):
 
 # A forward-only file from which the last microbatch is gone is right, with one microbatch less; and a file
 # without any backward is one for inference.
-@given(mutated_schedules(schedules([name for name in BUILDERS if "inference" not in name])))
-def test_what_is_wrong_is_wrong_after_a_journey(schedule):
+@given(schedules([name for name in BUILDERS if "inference" not in name]), st.data())
+def test_what_is_wrong_is_wrong_after_a_journey(schedule, data):
+    """A compute instruction or a message is missing, there twice, or of a microbatch out of range."""
     assume(not schedule.forward_only)
+    places = [p for p in flat(schedule) if at(schedule, *p).op in COMPUTE | COMMUNICATION]
+    rank, step, place = data.draw(st.sampled_from(places))
+    right = at(schedule, rank, step, place)
+    outside = right._replace(microbatch=schedule.microbatches)
+    new = data.draw(st.sampled_from([(), (right, right), *([] if right.parts else [(outside,)])]))
+    wrong = with_steps(schedule, rank, lambda p: p[step].__setitem__(slice(place, place + 1), new))
+    assume(not wrong.forward_only)
+    with pytest.raises(ScheduleError):
+        check(wrong)
     with pytest.raises(ScheduleError) as caught:
-        check(from_csv(to_csv(schedule)))
+        check(from_csv(to_csv(wrong)))
     assert caught.value.rank is not None and caught.value.position is not None
+
+
+def at(schedule, rank, step, place):
+    return schedule.programs[rank][step][place]
 
 
 def test_blanks_are_idle_steps():
