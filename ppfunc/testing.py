@@ -20,10 +20,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ppfunc._checks import require_counts
-from ppfunc.parallel import Placement, loop
+from ppfunc.parallel import Placement, loop, v_shape
 from ppfunc.schedule import BUILDERS, Costs, Instruction, Op, Schedule, place_communication, single_chain
-from ppfunc.schedule.planner.placements import wave
-from ppfunc.schedule.planner.starts import build
+from ppfunc.schedule.planner.search import build
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -91,7 +90,9 @@ def placements(*, max_ranks: int = 4, max_chunks: int = 3) -> "SearchStrategy[Pl
         anywhere = st.permutations(
             [*range(ranks), *(draw(st.integers(0, ranks - 1)) for _ in range(ranks * chunks - ranks))]
         )
-        return tuple(draw(st.one_of(st.sampled_from([loop(ranks, chunks), wave(ranks, chunks)]), anywhere)))
+        return tuple(
+            draw(st.one_of(st.sampled_from([loop(ranks, chunks), v_shape(ranks, chunks)]), anywhere))
+        )
 
     return st.composite(drawn)()
 

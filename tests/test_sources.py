@@ -111,13 +111,13 @@ C4: more stages than layers: parallel/test_partition.py::test_number_of_stages
 C5: weights of the ends: parallel/test_partition.py::test_effective_loads_are_even_and_the_ends_lightest parallel/test_partition.py::test_heavy_ends_take_as_little_as_they_can parallel/test_partition.py::test_sizes
 C6: a schedule by name or file: schedule/test_configuration.py::test_a_name_in_any_spelling schedule/test_configuration.py::test_a_file_of_an_order_of_ones_own schedule/test_configuration.py::test_what_is_refused
 C7: microbatches and their warning: schedule/test_configuration.py::test_what_is_refused schedule/test_configuration.py::test_fewer_microbatches_than_stages_are_warned_of_where_it_is_called
-C8: stages of a rank: parallel/test_placement.py::test_stages_of_each_rank
+C8: stages of a rank: parallel/test_topology.py::test_stages_of_each_rank
 C9: what is logged: test_a_schedule_says_what_it_is
 C defect 1: three stages, and one: parallel/test_partition.py::test_sizes
 C defect 2: uneven stages: parallel/test_partition.py::test_sizes parallel/test_partition.py::test_effective_loads_are_even_and_the_ends_lightest
 C defect 3: empty stages: parallel/test_partition.py::test_sizes parallel/test_partition.py::test_empty_stages_have_to_be_asked_for
 C defect 4: an error in the error: schedule/test_configuration.py::test_what_is_refused
-C defect 5: None for an unknown style: parallel/test_placement.py::test_errors_say_what_is_valid
+C defect 5: None for an unknown style: parallel/test_topology.py::test_errors_say_what_was_got_and_what_is_valid
 C defect 6: an assertion that is always true: schedule/test_configuration.py::test_a_file_that_is_no_schedule_is_told_as_such
 D1: two stages of each rank: schedule/test_builders_dualpipe.py::test_the_two_chains_are_copies_of_each_other
 D2: any device, stages without parameters: test_dualpipe_of_stages_without_parameters

@@ -1,10 +1,12 @@
 """Run the command ``ppfunc``: schedules, grids of processes and partitions of layers, without torch.
 
+A subcommand is a function from its options to an exit code and a text. It takes the options that it honours
+out of the dictionary; what is left is refused, before anything is printed.
+
 Exit codes: 0 on success; 1 for a wrong schedule; 2 for a bad command line: unknown names, options that
 do not fit, files that cannot be read or written.
 """
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -13,11 +15,10 @@ from ppfunc import __version__
 from ppfunc.schedule.collector import collector_paused
 from ppfunc.schedule.errors import ScheduleError
 
-from .compare import add_compare
-from .console import CommandParser, printable
+from .options import CommandParser, Options, option, printable, write
 from .parallel import add_parallel
 from .schedule import add_schedules
-from .search import add_plan, add_tune
+from .search import add_searches
 
 
 @collector_paused()
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: the words after ``ppfunc``; those of the process by default.
+        argv: words after ``ppfunc``; by default the words of the process.
 
     Returns:
         The exit code.
@@ -36,15 +37,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ppfunc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_schedules, add_compare, add_plan, add_tune, add_parallel):
+    for add in (add_schedules, add_searches, add_parallel):
         add(commands)
-    return _run(parser.parse_args(argv))
+    values = vars(parser.parse_args(argv)).items()
+    return _run({name: value for name, value in values if value is not None and value is not False})
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    """Call the function of the subcommand; print its errors and turn them into exit codes."""
+def _run(options: Options) -> int:
+    """Call the function of the subcommand, write its text; turn errors into lines and exit codes."""
+    command = options.pop("command")
     try:
-        code: int = arguments.func(arguments)
+        out = options.get("out")
+        if out and not out.parent.is_dir():
+            raise ValueError(f"--out {out}: no directory {out.parent}, make it first")
+        code: int
+        code, text = options.pop("run")(options)
+        out = options.pop("out", None)
+        if options:
+            raise ValueError(f"{option(next(iter(options)))} changes nothing here: leave it out")
+        write(text, out)
         sys.stdout.flush()
         return code
     except ScheduleError as error:
@@ -58,7 +69,7 @@ def _run(arguments: argparse.Namespace) -> int:
         reason = str(error)
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename}: {error.strerror}"
-        print(printable(f"ppfunc {arguments.command}: error: {reason}"), file=sys.stderr)
+        print(printable(f"ppfunc {command}: error: {reason}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -1,78 +1,149 @@
-"""Declare and read the options that subcommands share: a schedule, built or read, and costs of its stages."""
+"""Declare and read the options that subcommands share: a schedule, built or read, and costs of its stages;
+write what they print.
+"""
 
 import argparse
 import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-from ppfunc._checks import suggestion
-from ppfunc.schedule import Costs, FormatError, Schedule, Timeline, find_builder
+from ppfunc._checks import limited, suggestion
+from ppfunc.schedule import Costs, FormatError, Schedule, Timeline, check, find_builder
 from ppfunc.schedule.formats.files import parse, read_text, text_of
 from ppfunc.schedule.instruction import RESIDUAL_OPS, TAIL, Op
 from ppfunc.schedule.json import load
+from ppfunc.schedule.planner.overview import fitted
 
-from .console import count, number, numbers
-
-BUILDER_OPTIONS = {
-    "ranks": ("P", "number of ranks"),
-    "microbatches": ("M", "number of microbatches"),
-    "chunks": ("V", "stages per rank, where that is a choice"),
-    "group": ("N", "microbatches of a group (interleaved_1f1b)"),
-    "cap": ("K", "memory of a rank in activations (zero_bubble, zbv_greedy)"),
-    "order": ("source|head", "order of messages (deepspeed_train)"),
-}
-_METAVARS = {name: metavar for name, (metavar, _) in BUILDER_OPTIONS.items()}
-_METAVARS |= {"effort": "N", "width": "N", "max-activations": "N", "layers": "N", "out": "FILE"}
-_TYPES: dict[str, Callable[[str], Any]] = {"cap": number, "effort": number, "order": str, "out": Path}
-_FORWARDS = 500_000
+Options = dict[str, Any]
+"""The options on a command line by name, as ``max_activations``."""
+_MOST, _FORWARDS = 1_000_000, 500_000  # of a count; of a schedule that is built in seconds
 
 
-def add_options(parser: argparse.ArgumentParser, /, **meanings: str) -> None:
-    """Add options of these names, with their meanings for the help."""
-    for name, meaning in meanings.items():
-        option = name.replace("_", "-")
-        parser.add_argument(
-            f"--{option}", type=_TYPES.get(option, count), metavar=_METAVARS[option], help=meaning
+class CommandParser(argparse.ArgumentParser):
+    """Parse a command line; errors are one line, without control characters.
+
+    Args:
+        example: command lines for the end of the help.
+        options: options of ``argparse``.
+    """
+
+    def __init__(self, *, example: str = "", **options: Any) -> None:
+        epilog = f"example:\n{example}" if example else None
+        super().__init__(epilog=epilog, formatter_class=_Formatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(
+            2, f"{printable(f'{self.prog}: error: {limited(message, 400)}')} (see {self.prog} --help)\n"
         )
 
 
-def add_builder_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options with which schedules are built."""
-    add_options(parser, **{name: meaning for name, (_, meaning) in BUILDER_OPTIONS.items()})
+class _Formatter(argparse.HelpFormatter):
+    """Keeps the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
-def given(arguments: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Return the options of these names that are on the command line, with their values."""
-    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+def printable(text: str) -> str:
+    r"""Return ``text`` for a terminal: escape control characters other than newlines, and cut long text.
+
+    >>> printable("a\x1b[31m\nb")
+    'a\\x1b[31m\nb'
+    """
+    text = limited(text, 4000)
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
-def find_schedule(
-    name: str, arguments: argparse.Namespace, costs: Costs | None
-) -> tuple[Schedule, Timeline | None]:
-    """Build the schedule called ``name``, or read it from that file; ``-`` is standard input.
+def write(text: str, path: Path | None) -> None:
+    """Write ``text`` to the file ``path``, or to standard output with its control characters escaped."""
+    if path is not None:
+        path.write_text(text, encoding="utf-8", newline="")
+    else:
+        plain = text.replace("\n", "").isprintable()
+        sys.stdout.write(text if plain else "\n".join(map(printable, text.split("\n"))))
 
-    A file is not checked here; a trace also has the times that were measured. Costs are passed to builders
-    that take them.
+
+def option(name: str) -> str:
+    """Spell the option of a name.
+
+    >>> option("max_activations")
+    '--max-activations'
+    """
+    return f"--{name.replace('_', '-')}"
+
+
+def number(text: str) -> float:
+    """Read a number; whole numbers stay whole, so that sums of them are exact.
 
     Raises:
-        ValueError: an unknown name, options that do not fit, or no such file. OSError: a file that cannot be
-            read. ScheduleError: a file that is no schedule.
+        ValueError: ``text`` is not a finite number up to 1e100.
+
+    >>> number("3"), number("0.5")
+    (3, 0.5)
     """
-    if is_file(name):
-        schedule, timeline = read_file(name)
-        for option, wanted in given(arguments, BUILDER_OPTIONS).items():
-            if option not in ("ranks", "microbatches"):
-                raise ValueError(f"--{option} is for building a schedule, and {name} is a file: leave it out")
-            if wanted != getattr(schedule, option):
-                raise ValueError(
-                    f"--{option} {wanted}, but {name} has {getattr(schedule, option)}: leave the option out"
-                )
-        return schedule, timeline
-    return _built(name, arguments, costs), None
+    value = float(text) if not text.strip().lstrip("+-").isdigit() else int(text)
+    if not abs(value) <= 1e100:
+        raise ValueError
+    return value
+
+
+def numbers(text: str) -> Any:
+    """Read one number, or several apart by commas.
+
+    >>> numbers("2"), numbers("1,2,0.5")
+    (2, (1, 2, 0.5))
+    """
+    values = tuple(number(part) for part in text.split(","))
+    return values if len(values) > 1 else values[0]
+
+
+def count(text: str) -> int:
+    """Read a whole number of things that can be counted out."""
+    value = int(text)
+    if abs(value) > _MOST:
+        raise argparse.ArgumentTypeError(f"expected a whole number up to {_MOST}, got {limited(text, 20)}")
+    return value
+
+
+_KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "ranks": (count, "P"), "microbatches": (count, "M"), "chunks": (count, "V"), "cap": (number, "K"),
+    "order": (str, "source|head"), "effort": (number, "N"), "memory": (number, "N"), "out": (Path, "FILE"),
+    "weights": (numbers, "X,X..."), "input_weight": (number, "X"), "output_weight": (number, "X"),
+}  # fmt: skip
+_OF_BUILDERS = {
+    "ranks": "number of ranks",
+    "microbatches": "number of microbatches",
+    "chunks": "stages per rank, where that is a choice",
+    "group": "microbatches of a group (interleaved_1f1b)",
+    "cap": "memory of a rank in activations (zero_bubble, zbv_greedy)",
+    "order": "order of messages (deepspeed_train)",
+}
+
+
+def add_options(parser: Any, required: Collection[str] = (), /, **meanings: str) -> None:
+    """Add options of these names, with their meanings for the help."""
+    for name, meaning in meanings.items():
+        kind, metavar = _KINDS.get(name, (count, "N"))
+        needed = name in required
+        parser.add_argument(option(name), type=kind, metavar=metavar, required=needed, help=meaning)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Add the name or file of a schedule, and the options with which it is built."""
+    source = (
+        "a name of `ppfunc list`, a file (CSV, also of torch.distributed.pipelining, JSON or trace), or -"
+    )
+    parser.add_argument("name", metavar="NAME|FILE", help=f"{source} for standard input")
+    add_options(parser, **_OF_BUILDERS)
 
 
 def is_file(name: str) -> bool:
@@ -95,9 +166,8 @@ def read_file(path: str) -> tuple[Schedule, Timeline | None]:
     """Read a schedule, and its times from a trace; errors name the file."""
     if path != "-" and not Path(path).exists():
         folder = Path(path).parent
-        raise ValueError(
-            f"no such file: {path}{suggestion(path, map(str, folder.iterdir())) if folder.is_dir() else ''}"
-        )
+        near = suggestion(path, map(str, folder.iterdir())) if folder.is_dir() else ""
+        raise ValueError(f"no such file: {path}{near}")
     try:
         return parse(text_of_path(path), "stdin" if path == "-" else Path(path).stem)
     except FormatError as error:
@@ -119,34 +189,56 @@ def require_size(ranks: int, microbatches: int, chunks: int) -> None:
         )
 
 
-def _built(name: str, arguments: argparse.Namespace, costs: Costs | None) -> Schedule:
+class NamedSchedule(NamedTuple):
+    """A schedule that a command line names: a file that was read, or a builder with its options.
+
+    Args:
+        make: function of ``costs``, which returns the schedule.
+        timeline: measured times of a trace, else None.
+        takes_costs: whether the schedule is built for costs.
+    """
+
+    make: Callable[[Costs | None], Schedule]
+    timeline: Timeline | None = None
+    takes_costs: bool = False
+
+
+def find_source(options: Options, proved: bool = True) -> NamedSchedule:
+    """Take the name of a schedule out of the options, with the options of its builder; read a file.
+
+    Args:
+        proved: whether the schedule of a file is checked.
+
+    Raises:
+        ValueError: an unknown name, a missing number, or no such file.
+        OSError: a file that cannot be read.
+        ScheduleError: a file that is no schedule.
+    """
+    name = options.pop("name")
+    if is_file(name):
+        schedule, timeline = read_file(name)
+        for number in ("ranks", "microbatches"):
+            if options.pop(number, has := getattr(schedule, number)) != has:
+                raise ValueError(f"{option(number)}: {name} has {has}; leave the option out")
+        if proved:
+            check(schedule)
+        return NamedSchedule(lambda costs: schedule, timeline)
     try:
         build = find_builder(name)
     except ValueError as error:
         raise ValueError(f"{error}; and there is no file of this name") from None
-    missing = [f"--{n}" for n in ("ranks", "microbatches") if getattr(arguments, n) is None]
-    if missing:
+    if missing := [option(n) for n in ("ranks", "microbatches") if n not in options]:
         raise ValueError(f"{name} needs {' and '.join(missing)}")
     taken = inspect.signature(build).parameters
-    options = given(arguments, BUILDER_OPTIONS)
-    for option in options:
-        if option not in taken:
-            valid = ", ".join(f"--{p}" for p in taken)
-            raise ValueError(
-                f"{name} takes no --{option}: its options are {valid}{suggestion(option, taken)}"
-            )
-    require_size(
-        options["ranks"], options["microbatches"], options.get("chunks", 2) if "chunks" in taken else 1
-    )
-    return build(**options, **({"costs": costs} if "costs" in taken and costs is not None else {}))
+    chosen = {n: options.pop(n) for n in taken if n in options and n != "costs"}
+    chunks = chosen.get("chunks", 2) if "chunks" in taken else 1
+    require_size(chosen["ranks"], chosen["microbatches"], chunks)
+    if "costs" in taken:
+        return NamedSchedule(lambda costs: build(**chosen, costs=costs), takes_costs=True)
+    return NamedSchedule(lambda costs: build(**chosen))
 
 
-def takes_costs(name: str) -> bool:
-    """Tell whether the builder called ``name`` takes costs."""
-    return not is_file(name) and "costs" in inspect.signature(find_builder(name)).parameters
-
-
-_OPTIONS = {
+COSTS = {
     "forward": "time of a forward; default 1",
     "backward": "time of a whole backward, in place of its parts, each of which takes half",
     "backward_input": "time of an input gradient; default 1",
@@ -171,11 +263,6 @@ _OPTIONS = {
     "step": "time of an optimizer step; default 0",
 }
 _HALVES = ("backward_input", "backward_weight")
-# What ``plan --json`` prints, the costs among them.
-_OF_A_PLAN = {
-    *("objective", "value", "bound", "gap", "binds", "span", "makespan", "bubble", "span_bubble"),
-    *("peak_activations", "placement", "found", "costs", "boundaries"),
-}
 # The instructions that a cost is for: it changes nothing in a schedule without them.
 _OF = {
     "overlapped": {Op.OVERLAP_F_B},
@@ -192,9 +279,9 @@ def add_cost_options(
     """Add an option per argument of ``Costs``, ``--costs`` for a file, and ``--per``.
 
     Args:
-        unit: what a number without commas is for.
+        unit: thing that a number without commas is for.
         without: arguments that have no meaning there.
-        per: the default of ``--per``, for the help; None for a command that has one unit.
+        per: default of ``--per``, for the help; None for a command that has one unit.
     """
     group = parser.add_argument_group("costs", f"one number for {unit}, or one per stage, as in 1,2,1,1")
     if per is not None:
@@ -206,53 +293,51 @@ def add_cost_options(
         type=Path,
         help="JSON as Costs.to_json writes it, such as of pp.measure, or as plan --json does",
     )
-    for name, meaning in _OPTIONS.items():
+    for name, meaning in COSTS.items():
         if name not in without:
-            group.add_argument(f"--{name.replace('_', '-')}", type=numbers, metavar="X[,X...]", help=meaning)
+            group.add_argument(option(name), type=numbers, metavar="X[,X...]", help=meaning)
 
 
-def read_costs(arguments: argparse.Namespace) -> Costs | None:
-    """Read the costs of the options; return None without any.
+def read_costs(options: Options) -> Costs | None:
+    """Take the costs out of the options.
+
+    Returns:
+        The costs; None if no option gives a cost.
 
     Raises:
         ValueError: the costs are in two places, or invalid.
         OSError: the file cannot be read.
     """
-    costs = given(arguments, _OPTIONS)
+    costs = {name: options.pop(name) for name in COSTS if name in options}
     if ("bytes" in costs) != ("bandwidth" in costs):
         raise ValueError("--bytes and --bandwidth go together: a message takes latency + bytes / bandwidth")
     if (whole := costs.pop("backward", None)) is not None:
         if both := costs.keys() & {*_HALVES}:
-            raise ValueError(
-                f"--backward and --{min(both).replace('_', '-')}: give the time of a whole backward, or those"
-                " of both parts"
-            )
+            raise ValueError(f"--backward and {option(min(both))}: give the whole backward, or both parts")
         half = tuple(time / 2 for time in whole) if isinstance(whole, tuple) else whole / 2
         costs |= dict.fromkeys(_HALVES, half)
-    if arguments.costs is None:
+    if (path := options.pop("costs", None)) is None:
         return Costs(**costs) if costs else None
     if costs:
-        raise ValueError(
-            f"--costs {arguments.costs} and --{next(iter(costs)).replace('_', '-')}: give the costs in one"
-            " place"
-        )
+        raise ValueError(f"--costs {path} and {option(next(iter(costs)))}: give the costs in one place")
     try:
-        text = text_of_path(arguments.costs)
+        text = text_of_path(path)
         read = load(text)
-        planned = read.get("costs") if isinstance(read, dict) and read.keys() <= _OF_A_PLAN else None
-        return Costs.from_json(text if planned is None else json.dumps(planned))
+        planned = isinstance(read, dict) and isinstance(read.get("costs"), dict)  # as plan --json prints
+        return Costs.from_json(json.dumps(read["costs"]) if planned else text)
     except ValueError as error:
-        raise ValueError(f"{arguments.costs}: {error}") from None
+        raise ValueError(f"{path}: {error}") from None
 
 
 def require_effect(
-    arguments: argparse.Namespace, schedules: Collection[Schedule], unseen: Collection[str] = ()
+    given: Collection[str], schedules: Collection[Schedule], unseen: Collection[str] = ()
 ) -> None:
     """Refuse costs of the command line that change nothing.
 
     Args:
-        schedules: what the costs are for. That of a plan, which recomputes and offloads only where that is
-            shorter, takes the costs of both; its name begins with ``plan``, in a CSV that of the file.
+        given: names of the options on the command line.
+        schedules: schedules that the costs are for. The name of a planned schedule, which recomputes and
+            offloads only where that is shorter, begins with ``plan``: it takes the costs of both.
         unseen: costs that the output does not show.
 
     Raises:
@@ -260,49 +345,58 @@ def require_effect(
     """
     ops = {op for schedule in schedules for op in schedule.ops}
     ops |= RESIDUAL_OPS if any(schedule.name.startswith("plan") for schedule in schedules) else set()
-    for name in given(arguments, _OPTIONS):
-        users, option = _OF.get(name), f"--{name.replace('_', '-')}"
-        if users and not users & ops:
-            raise ValueError(
-                f"{option} changes nothing: there is no {' or '.join(sorted(users))} in the schedule; leave"
-                " it out"
-            )
-        if name in unseen:
-            raise ValueError(f"{option} changes nothing in what is printed: leave it out")
+    for name in COSTS:
+        users = _OF.get(name)
+        if name in given and (name in unseen or (users and not users & ops)):
+            absent = "" if name in unseen else f", where is no {' or '.join(sorted(users or ()))}"
+            raise ValueError(f"{option(name)} changes nothing here{absent}: leave it out")
 
 
 def costed_schedule(
-    arguments: argparse.Namespace, default: bool = False
+    options: Options,
+    *,
+    timed: bool = True,
+    proved: bool = True,
+    default: bool = False,
+    unseen: Collection[str] = (),
 ) -> tuple[Schedule, Timeline | None, Costs | None]:
     """Return the schedule that is named, its measured times, and the costs of its stages that are given.
 
     Args:
-        default: without any, the times of a schedule that is not measured are those of ``Costs()``.
-
-    Raises:
-        ValueError: ``--per`` without costs; as :func:`read_costs`, :func:`fitted`, :func:`find_schedule`.
+        timed: whether the caller uses costs; a builder that takes them does in any case.
+        proved: whether a file is checked.
+        default: without any, the times of a schedule that is not measured are the times of ``Costs()``.
+        unseen: costs that the output does not show, unless the schedule is built for them.
     """
-    costs, per_rank = read_costs(arguments), arguments.per == "rank"
-    schedule, measured = find_schedule(arguments.name, arguments, None if per_rank else costs)
-    if arguments.per and costs is None and (measured or not default):
-        raise ValueError("--per says what costs are for, and there are none: give some, or leave it out")
+    given, source = {*options}, find_source(options, proved)
+    costs = read_costs(options) if timed or source.takes_costs else None
+    known = costs is not None or (default and source.timeline is None)
+    per_rank = known and options.pop("per", "stage") == "rank"
+    schedule = source.make(None if per_rank else costs)
     if per_rank:
         costs = (costs or Costs()).per_rank(schedule)
-        if takes_costs(arguments.name):
-            schedule, _ = find_schedule(arguments.name, arguments, costs)
-    return schedule, measured, None if costs is None else fitted(costs, schedule)
+        schedule = source.make(costs)
+    require_effect(given, [schedule], () if source.takes_costs else unseen)
+    return schedule, source.timeline, None if costs is None else fitted(costs, schedule)
 
 
-def fitted(costs: Costs, schedule: Schedule) -> Costs:
-    """Return the costs of the stages of ``schedule``. Costs given per stage of the model serve all replicas.
+def form_of(options: Options, suffixes: Mapping[str, tuple[str, ...]], default: str | None = None) -> str:
+    """Take ``--format`` out of the options; by default, the suffix of ``--out`` says the format.
+
+    Args:
+        suffixes: suffixes of every format, the usual format first.
+        default: format where neither says one.
 
     Raises:
-        ValueError: costs for another number of stages.
+        ValueError: the suffix belongs to another format, or to none.
+
+    >>> form_of({"out": Path("x.svg")}, {"grid": (".txt",), "svg": (".svg",)})
+    'svg'
     """
-    model = len(set(schedule.model_stages))
-    lengths = {len(value) for name in _OPTIONS if isinstance(value := getattr(costs, name), tuple)}
-    return (
-        costs.of_stages(schedule.model_stages)
-        if schedule.replicas and lengths == {model}
-        else costs.fitting(schedule.stages)
-    )
+    chosen, out = options.pop("format", default), options.get("out")
+    suffix = out.suffix.lower() if out else ""
+    forms = [form for form, own in suffixes.items() if suffix in own]
+    if suffix and not (forms if chosen is None else not forms or chosen in forms):
+        wanted = suffixes[chosen] if chosen else dict.fromkeys(s for own in suffixes.values() for s in own)
+        raise ValueError(f"--out {out}: expected a name that ends in {' or '.join(wanted)}")
+    return chosen or [*forms, *suffixes][0]

@@ -1,12 +1,13 @@
 """Run the subcommands on ranks and layers: ``ppfunc topology`` and ``partition``."""
 
-import argparse
 import json
 from typing import Any
 
 from ppfunc.parallel import Topology, effective_loads, partition_balanced, partition_layers
 
-from .console import MOST, count, number, numbers
+from .options import Options, add_json, add_options
+
+_MOST = 1_000_000  # ranks
 
 
 def add_parallel(commands: Any) -> None:
@@ -17,10 +18,9 @@ def add_parallel(commands: Any) -> None:
         description="Print a grid of processes.",
         example="  ppfunc topology --axes pipe=2,data=2,model=2",
     )
-    topology.add_argument(
-        "--axes", required=True, help="names and sizes, slowest first, as in pipe=2,data=2,model=2"
-    )
-    topology.set_defaults(func=_topology)
+    axes = "names and sizes, slowest first, as in pipe=2,data=2,model=2"
+    topology.add_argument("--axes", required=True, help=axes)
+    topology.set_defaults(run=_topology)
     partition = commands.add_parser(
         "partition",
         help="cut layers into stages",
@@ -30,62 +30,52 @@ def add_parallel(commands: Any) -> None:
         ),
     )
     source = partition.add_mutually_exclusive_group(required=True)
-    source.add_argument("--weights", type=numbers, help="the weight of each layer, as in 1,2,3")
-    source.add_argument("--layers", type=count, help="the number of equal layers")
-    partition.add_argument("--stages", type=count, required=True, help="the number of stages")
-    partition.add_argument(
-        "--input-weight", type=number, help="cost of the embedding in layers (1 with --layers)"
-    )
-    partition.add_argument(
-        "--output-weight", type=number, help="cost of norm and head in layers (1 with --layers)"
+    add_options(source, weights="weight of each layer, as in 1,2,3", layers="number of equal layers")
+    add_options(
+        partition,
+        ("stages",),
+        stages="number of stages",
+        input_weight="cost of the embedding in layers (1 with --layers)",
+        output_weight="cost of norm and head in layers (1 with --layers)",
     )
     partition.add_argument("--allow-empty", action="store_true", help="accept stages without layers")
-    partition.set_defaults(func=_partition)
+    partition.set_defaults(run=_partition)
     for parser in (topology, partition):
-        parser.add_argument("--json", action="store_true", help="print JSON")
+        add_json(parser)
 
 
-def _topology(arguments: argparse.Namespace) -> int:
-    topology = Topology.parse(arguments.axes)
-    if topology.world_size > MOST:
-        raise ValueError(f"{topology.world_size} ranks are too many to print, expected at most {MOST}")
+def _topology(options: Options) -> tuple[int, str]:
+    topology = Topology.parse(options.pop("axes"))
+    if topology.world_size > _MOST:
+        raise ValueError(f"{topology.world_size} ranks are too many to print, expected at most {_MOST}")
     groups = {axis: list(topology.groups(axis)) for axis in topology.axes}
-    if arguments.json:
-        coordinates = [dict(zip(topology.axes, c, strict=True)) for c in topology.coordinates()]
-        print(json.dumps({"world_size": topology.world_size, "coordinates": coordinates, "groups": groups}))
-        return 0
-    print(f"{topology}: {topology.world_size} ranks")
-    for rank, coordinate in enumerate(topology.coordinates()):
-        print(
-            f"rank {rank}:"
-            f" {', '.join(f'{axis}={i}' for axis, i in zip(topology.axes, coordinate, strict=True))}"
-        )
+    places = [dict(zip(topology.axes, place, strict=True)) for place in topology.coordinates()]
+    if options.pop("json", False):
+        figures = {"world_size": topology.world_size, "coordinates": places, "groups": groups}
+        return 0, json.dumps(figures) + "\n"
+    lines = [f"{topology}: {topology.world_size} ranks"]
+    for rank, place in enumerate(places):
+        lines.append(f"rank {rank}: {', '.join(f'{axis}={index}' for axis, index in place.items())}")
     for axis, of_axis in groups.items():
-        print(f"groups along {axis}: {' '.join(str(list(group)) for group in of_axis)}")
-    return 0
+        lines.append(f"groups along {axis}: {' '.join(str(list(group)) for group in of_axis)}")
+    return 0, "\n".join([*lines, ""])
 
 
-def _partition(arguments: argparse.Namespace) -> int:
-    stages, first, last = arguments.stages, arguments.input_weight, arguments.output_weight
-    if arguments.layers is not None and arguments.layers < 1:
-        raise ValueError(f"--layers must be at least 1, got {arguments.layers}")
-    split_points: tuple[str, ...] | None = None
-    if arguments.weights is None:
-        ends = (1 if first is None else first, 1 if last is None else last)
-        partition = partition_layers(arguments.layers, stages, *ends, allow_empty=arguments.allow_empty)
-        loads, split_points = effective_loads(partition, *ends), partition.split_points()
+def _partition(options: Options) -> tuple[int, str]:
+    stages, empty = options.pop("stages"), options.pop("allow_empty", False)
+    layers, weights = options.pop("layers", None), options.pop("weights", None)
+    default = 0 if layers is None else 1
+    ends = [options.pop(name, default) for name in ("input_weight", "output_weight")]
+    if layers is None:
+        weights = list(weights) if isinstance(weights, tuple) else [weights]
+        weights[0] += ends[0]
+        weights[-1] += ends[1]
+        partition = partition_balanced(weights, stages, allow_empty=empty)
+        results: dict[str, Any] = {"boundaries": partition.boundaries, "loads": partition.loads(weights)}
     else:
-        weights = list(arguments.weights) if isinstance(arguments.weights, tuple) else [arguments.weights]
-        weights[0] += first or 0
-        weights[-1] += last or 0
-        partition = partition_balanced(weights, stages, allow_empty=arguments.allow_empty)
-        loads = partition.loads(weights)
-    results: dict[str, tuple[Any, ...]] = {"boundaries": partition.boundaries, "loads": loads}
-    if split_points is not None:
-        results["split_points"] = split_points
-    if arguments.json:
-        print(json.dumps(results))
-        return 0
-    for name, values in results.items():
-        print(f"{name.replace('_', ' ')}: {list(values)}")
-    return 0
+        partition = partition_layers(layers, stages, *ends, allow_empty=empty)
+        results = {"boundaries": partition.boundaries, "loads": effective_loads(partition, *ends)}
+        results["split_points"] = partition.split_points()
+    if options.pop("json", False):
+        return 0, json.dumps(results) + "\n"
+    return 0, "".join(f"{name.replace('_', ' ')}: {list(values)}\n" for name, values in results.items())

@@ -1,18 +1,19 @@
-"""Run the subcommands on schedules: ``list``, ``show``, ``check``, ``simulate``."""
+"""Run the subcommands on schedules: ``list``, ``show``, ``check``, ``simulate``, ``compare``."""
 
-import argparse
 import inspect
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ppfunc.schedule import (
     BUILDERS,
-    Costs,
     Schedule,
     Timeline,
     check,
+    compare_schedules,
     compute_only,
     find_builder,
     place_communication,
@@ -21,23 +22,27 @@ from ppfunc.schedule import (
     to_csv,
     to_grid,
     to_json,
+    to_scatter,
     to_steps,
     to_svg,
     to_torch_csv,
     to_trace,
 )
 
-from .console import form_of, write
 from .options import (
-    BUILDER_OPTIONS,
-    add_builder_options,
+    Options,
     add_cost_options,
+    add_json,
     add_options,
+    add_source,
     costed_schedule,
-    find_schedule,
+    find_source,
+    form_of,
     is_file,
+    read_costs,
+    read_file,
     require_effect,
-    takes_costs,
+    require_size,
 )
 
 _TEXTS: dict[str, Callable[[Schedule], str]] = {
@@ -60,25 +65,31 @@ _SUFFIXES = {
 }
 _WIDE = 160  # columns of a measured grid where there is no terminal
 _FIGURES = ("makespan", "span", "bubble", "span_bubble", "idle", "peak_activations")
-_SOURCE = (
-    "a name of `ppfunc list`, a file (CSV, also of torch.distributed.pipelining, JSON or trace), or - for"
-    " standard input"
+_OUT = "write there instead of to standard output"
+
+_COLUMNS = (
+    "Columns: the makespan in the unit of the costs; the bubble as a share of the makespan, and of the span"
+    " (the largest time, over the ranks, from their first start to their last end); the peak of activations"
+    " in activations of one microbatch in one rank's share of the model; messages in a step; parameters held,"
+    " in shares of one rank; and by how much the makespan is over the lower bound of its placement, which no"
+    " order of its stages beats, a - where no bound is known (several chains)."
 )
+_UNIT = (
+    "Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate`"
+    " takes those of a stage, or with --per rank these."
+)
+_TABLES = {"table": (".txt",), "svg": (".svg",), "json": (".json",)}
 
 
 def add_schedules(commands: Any) -> None:
-    """Add ``list``, ``show``, ``check`` and ``simulate`` to the subparsers of a command line.
-
-    Each sets ``func``, a function from the parsed arguments to the exit code. It raises ValueError for
-    options that do not fit.
-    """
+    """Add the subcommands on schedules to the subparsers of a command line."""
     listing = commands.add_parser(
         "list",
         help="the schedules that can be built, with their options; all about those that are named",
         example="  ppfunc list\n  ppfunc list zbv",
     )
     listing.add_argument("names", metavar="NAME", nargs="*", help="all about these")
-    listing.set_defaults(func=_list)
+    listing.set_defaults(run=_list)
     _add_show(commands)
     checking = commands.add_parser(
         "check",
@@ -89,21 +100,20 @@ def add_schedules(commands: Any) -> None:
             " --max-activations 4\n  ppfunc check 1f1b --ranks 4 --microbatches 8"
         ),
     )
-    checking.add_argument("name", metavar="NAME|FILE", help=_SOURCE)
-    add_builder_options(checking)
+    add_source(checking)
     add_options(checking, max_activations="refuse a rank that holds more activations at one time")
-    checking.set_defaults(func=_check)
+    checking.set_defaults(run=_check)
     timing = commands.add_parser(
         "simulate",
         help="time, bubbles and memory of a schedule on paper",
         description="A trace without costs has the times that were measured.",
         example="  ppfunc simulate 1f1b --ranks 4 --microbatches 8 --forward 1,2,1,1 --backward 2,4,2,2",
     )
-    timing.add_argument("name", metavar="NAME|FILE", help=_SOURCE)
-    add_builder_options(timing)
+    add_source(timing)
     add_cost_options(timing, "all stages")
-    timing.add_argument("--json", action="store_true", help="print one JSON object")
-    timing.set_defaults(func=_simulate)
+    add_json(timing)
+    timing.set_defaults(run=_simulate)
+    _add_compare(commands)
 
 
 def _add_show(commands: Any) -> None:
@@ -118,133 +128,140 @@ def _add_show(commands: Any) -> None:
             " show trace.json"
         ),
     )
-    show.add_argument("name", metavar="NAME|FILE", help=_SOURCE)
-    add_builder_options(show)
+    add_source(show)
     add_cost_options(show, "all stages")
-    show.add_argument(
-        "--format",
-        choices=tuple(_SUFFIXES),
-        help="default: as the suffix of --out says, else grid; csv for torch",
+    forms = "default: as the suffix of --out says, else grid; csv for torch"
+    show.add_argument("--format", choices=tuple(_SUFFIXES), help=forms)
+    runs = "a csv that torch.distributed.pipelining's runtime runs"
+    show.add_argument("--for", choices=("torch",), help=runs)
+    lowered = "with communication; csv without it holds compute only"
+    show.add_argument("--lowered", action="store_true", help=lowered)
+    width = "pixels of an svg, or the most columns of a grid; default of a trace: those of the terminal"
+    add_options(show, width=width, out=_OUT)
+    show.set_defaults(run=_show)
+
+
+def _add_compare(commands: Any) -> None:
+    comparing = commands.add_parser(
+        "compare",
+        help="a table of schedules for the same model part per rank",
+        description=_COLUMNS,
+        example=(
+            "  ppfunc compare --ranks 8 --microbatches 32\n"
+            "  ppfunc compare --ranks 4 --microbatches 8 1f1b zbv dualpipe --cap 4\n"
+            "  ppfunc compare --ranks 8 --microbatches 32 --format svg --out schedules.svg"
+        ),
     )
-    show.add_argument(
-        "--for",
-        dest="target",
-        choices=("torch",),
-        help="a csv that torch.distributed.pipelining's runtime runs",
-    )
-    show.add_argument(
-        "--lowered", action="store_true", help="with communication; csv without it holds compute only"
-    )
+    names = "names of `ppfunc list`, or files; default: the list"
+    comparing.add_argument("names", metavar="NAME|FILE", nargs="*", help=names)
     add_options(
-        show,
-        width="pixels of an svg, or the most columns of a grid; default of a trace: those of the terminal",
-        out="write there instead of to standard output",
+        comparing,
+        ranks="number of ranks; default: that of the first file",
+        microbatches="number of microbatches; default: that of the first file",
+        chunks="stages per rank, where that is a choice; default: 2",
+        cap="memory of a rank, in the unit of the costs; default: no limit",
+        width="pixels of an svg",
+        out=_OUT,
     )
-    show.set_defaults(func=_show)
+    add_cost_options(comparing, "one rank's share of the model", per=None)
+    forms = "svg: bubble against memory; default: as the suffix of --out says, else table"
+    comparing.add_argument("--format", choices=tuple(_TABLES), help=forms)
+    comparing.set_defaults(run=_compare)
 
 
-def _list(arguments: argparse.Namespace) -> int:
-    chosen = [find_builder(name) for name in arguments.names]
+def _list(options: Options) -> tuple[int, str]:
+    lines = []
+    chosen = [find_builder(name) for name in options.pop("names")]
     for name, build in BUILDERS.items():
         text = (inspect.getdoc(build) or "").replace("``", "")
         if build in chosen:
-            print(f"{name}, ppfunc.{build.__name__}\n\n{text}\n")
+            lines.append(f"{name}, ppfunc.{build.__name__}\n\n{text}\n\n")
         elif not chosen:
-            options = " ".join(map(_usage, inspect.signature(build).parameters.values()))
-            print(f"{name}\n    {text.splitlines()[0]}\n    {options}")
-    return 0
+            taken = inspect.signature(build).parameters.values()
+            words = (f"--{p.name}" if p.default is p.empty else f"[--{p.name}]" for p in taken)
+            lines.append(f"{name}\n    {text.splitlines()[0]}\n    {' '.join(words)}\n")
+    return 0, "".join(lines)
 
 
-def _usage(parameter: inspect.Parameter) -> str:
-    if parameter.name == "costs":
-        return "[--costs FILE, --forward X, ...]"
-    option = f"--{parameter.name} {BUILDER_OPTIONS[parameter.name][0]}"
-    if parameter.default is parameter.empty:
-        return option
-    return f"[{option}]" if parameter.default is None else f"[{option}, else {parameter.default}]"
+def _show(options: Options) -> tuple[int, str]:
+    for_torch = options.pop("for", None)
+    form = form_of(options, _SUFFIXES, default="csv" if for_torch else None)
+    if for_torch and form != "csv":
+        raise ValueError(f"--for torch is a csv: leave --format {form} out")
+    unseen = ("parameters", "activation", "weight_share") if form == "grid" else ("parameters",)
+    drawn = form in _PICTURES
+    schedule, timeline, costs = costed_schedule(options, timed=drawn, proved=form != "grid", unseen=unseen)
+    width = options.pop("width", None) if form in ("grid", "svg") else None
+    if timeline and form == "grid" and not (width or costs):
+        width = shutil.get_terminal_size((_WIDE, 0)).columns
+    if drawn and costs is not None:
+        timeline = simulate(schedule, costs)
+    if for_torch:
+        return 0, to_torch_csv(schedule)
+    messages = form != "svg" and not (form == "grid" and timeline)  # else there is no place for them
+    if messages and options.pop("lowered", False):
+        schedule = schedule if schedule.has_messages else place_communication(schedule)
+    elif form == "csv":
+        schedule = compute_only(schedule)
+    return 0, _PICTURES[form](schedule, timeline, width) if drawn else _TEXTS[form](schedule)
 
 
-def _show(arguments: argparse.Namespace) -> int:
-    form = form_of(arguments.out, arguments.format or ("csv" if arguments.target else None), _SUFFIXES)
-    schedule, measured, costs = costed_schedule(arguments)
-    _require_fit(arguments, form, costs)
-    built_for_costs = takes_costs(arguments.name)
-    memory = () if form != "grid" or built_for_costs else ("activation", "weight_share")
-    unseen = () if built_for_costs else ("parameters", *memory)
-    require_effect(arguments, [schedule], unseen)
-    timeline = measured
-    if is_file(arguments.name) and (form != "grid" or timeline or costs):
-        check(schedule)  # a grid without times shows a wrong schedule too
-    if costs is not None and form in _PICTURES:
-        timeline, measured = simulate(schedule, costs), None
-    if arguments.lowered and form == "grid" and timeline is not None:
-        raise ValueError("a grid on a scale of time has no messages: leave --lowered out, or the costs")
-    width = (
-        shutil.get_terminal_size((_WIDE, 0)).columns
-        if measured and form == "grid" and not arguments.width
-        else arguments.width
-    )
-    if arguments.target is not None:
-        text = to_torch_csv(schedule)
-    elif form in _PICTURES:
-        text = _PICTURES[form](_lowered(schedule) if arguments.lowered else schedule, timeline, width)
-    else:
-        text = _TEXTS[form](
-            _lowered(schedule) if arguments.lowered else compute_only(schedule) if form == "csv" else schedule
-        )
-    write(text, arguments.out)
-    return 0
+def _check(options: Options) -> tuple[int, str]:
+    most = options.pop("max_activations", None)
+    return 0, f"{check(find_source(options, proved=False).make(None), max_activations=most)}\n"
 
 
-def _require_fit(arguments: argparse.Namespace, form: str, costs: Costs | None) -> None:
-    """Refuse options that change nothing in this form."""
-    if arguments.target is not None and form != "csv":
-        raise ValueError(f"--for {arguments.target} is a csv: leave --format {form} out")
-    if arguments.width is not None and form not in ("grid", "svg"):
-        raise ValueError(f"--width is for a grid or an svg: leave it out of --format {form}")
-    if costs is not None and form not in _PICTURES and not takes_costs(arguments.name):
-        raise ValueError(
-            f"costs change nothing in --format {form} of {arguments.name}: leave them out, or take grid, svg"
-            " or trace"
-        )
-    if arguments.lowered and (form == "svg" or arguments.target is not None):
-        raise ValueError(
-            f"--lowered changes nothing in {'an svg' if form == 'svg' else 'a csv for torch'}: leave it out"
-        )
-
-
-def _lowered(schedule: Schedule) -> Schedule:
-    return schedule if schedule.has_messages else place_communication(schedule)
-
-
-def _check(arguments: argparse.Namespace) -> int:
-    schedule, _ = find_schedule(arguments.name, arguments, None)
-    certificate = check(schedule, max_activations=arguments.max_activations)
-    write(f"{certificate}\n")
-    return 0
-
-
-def _simulate(arguments: argparse.Namespace) -> int:
-    schedule, timeline, costs = costed_schedule(arguments, default=True)
-    if is_file(arguments.name):
-        check(schedule)
+def _simulate(options: Options) -> tuple[int, str]:
+    per = options.get("per", "stage")
+    schedule, timeline, costs = costed_schedule(options, default=True)
     if timeline is None or costs is not None:
         timeline = simulate(schedule, costs)
-    require_effect(arguments, [schedule])
-    figures = {name: getattr(timeline, name) for name in _FIGURES}
+    memory = None
     if costs is not None and costs.parameters:
-        # Per rank, the parameters of its stages and its peak of activations.
-        figures["memory"] = tuple(
+        memory = tuple(  # per rank, the parameters of its stages and its peak of activations
             peak + sum(costs.of("parameters", stage) for stage in schedule.stages_of(rank))
             for rank, peak in enumerate(timeline.peak_activations)
         )
-    if arguments.json:
-        print(json.dumps(figures, default=float))
-        return 0
-    lines = []
-    for name, value in figures.items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        lines.append(f"{name.replace('_', ' '):<17} {' '.join(f'{float(number):g}' for number in numbers)}")
-    unit = "measured, in seconds" if timeline.measured else f"by costs per {arguments.per or 'stage'}"
-    print("\n".join([*lines, f"{'times':<17} {unit}"]))
-    return 0
+    if options.pop("json", False):
+        figures = {name: getattr(timeline, name) for name in _FIGURES}
+        return 0, json.dumps(figures | ({"memory": memory} if memory else {}), default=float) + "\n"
+    held = f"memory of each rank: {' '.join(f'{float(size):g}' for size in memory)}\n" if memory else ""
+    unit = "measured, in seconds" if timeline.measured else f"by costs per {per}"
+    return 0, f"{timeline}\n{held}times: {unit}\n"
+
+
+def _named(name: str) -> str | Schedule:
+    """Read the schedule of a file, named after the file; return another name as it is."""
+    if is_file(name):
+        schedule, _ = read_file(name)
+        return replace(schedule, name=schedule.name if name == "-" else Path(name).name)
+    find_builder(name)  # else it is unknown
+    return name
+
+
+def _compare(options: Options) -> tuple[int, str]:
+    form = form_of(options, _TABLES)
+    width = options.pop("width", None) if form == "svg" else None
+    given, costs = {*options}, read_costs(options)
+    items = [_named(name) for name in options.pop("names")]
+    first = next((item for item in items if isinstance(item, Schedule)), None)
+    ranks, microbatches = (options.pop(n, getattr(first, n, None)) for n in ("ranks", "microbatches"))
+    if ranks is None or microbatches is None:
+        raise ValueError("--ranks and --microbatches are missing: say how many there are, or name a file")
+    builders = [find_builder(item) for item in items if isinstance(item, str)]
+    chosen = not items or any("chunks" in inspect.signature(build).parameters for build in builders)
+    chunks = options.pop("chunks", 2) if chosen else 2
+    require_size(ranks, microbatches, chunks)
+    cap = options.pop("cap", None)
+    overview = compare_schedules(ranks, microbatches, items or None, costs, cap=cap, chunks=chunks)
+    sizes = () if form == "json" or cap is not None else ("activation", "parameters")
+    unseen = [name for name in sizes if costs and not isinstance(getattr(costs, name), tuple)]
+    require_effect(given, [row.timeline.schedule for row in overview.rows], unseen)
+    if form == "svg":
+        return 0, to_scatter(overview, width=width)
+    return (
+        0,
+        f"{json.dumps(overview.figures(), default=float)}\n"
+        if form == "json"
+        else f"{overview}\n\n{_UNIT}\n",
+    )

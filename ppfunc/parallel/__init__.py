@@ -13,18 +13,16 @@ if TYPE_CHECKING:
         partition_layers as partition_layers,
         partition_uniform as partition_uniform,
     )
-    from .placement import (
+    from .topology import (
         Placement as Placement,
+        Topology as Topology,
+        default_grid as default_grid,
         explicit as explicit,
         loop as loop,
         place as place,
+        prime_factors as prime_factors,
         stages_of as stages_of,
         v_shape as v_shape,
-    )
-    from .topology import (
-        Topology as Topology,
-        default_grid as default_grid,
-        prime_factors as prime_factors,
     )
 else:
     __getattr__, __dir__, __all__ = attach(
@@ -33,7 +31,6 @@ else:
             "partition": (
                 "Partition count_stages effective_loads partition_balanced partition_layers partition_uniform"
             ),
-            "placement": "Placement explicit loop place stages_of v_shape",
-            "topology": "Topology default_grid prime_factors",
+            "topology": "Placement Topology default_grid explicit loop place prime_factors stages_of v_shape",
         },
     )

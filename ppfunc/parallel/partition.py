@@ -30,7 +30,7 @@ class Partition:
     Every layer is in exactly one stage, since only the boundaries are stored.
 
     Args:
-        boundaries: from 0 to the number of layers, ascending; one more than there are stages.
+        boundaries: layers at which stages begin, ascending from 0, and the number of layers at the end.
         allow_empty: whether stages without layers are wanted.
 
     Raises:
@@ -64,7 +64,7 @@ class Partition:
 
     @classmethod
     def from_sizes(cls, sizes: Iterable[int], allow_empty: bool = False) -> Self:
-        """Make the partition with so many layers in each stage: ``Partition.from_sizes((2, 3))``."""
+        """Make a partition from the number of layers of each stage: ``Partition.from_sizes((2, 3))``."""
         return cls(tuple(accumulate(sizes, initial=0)), allow_empty)
 
     @property
@@ -99,7 +99,7 @@ class Partition:
         return tuple(add(weights[start:end]) for start, end in self.intervals)
 
     def split(self, items: Sequence[T]) -> tuple[tuple[T, ...], ...]:
-        """Cut items, one per layer, into one tuple per stage."""
+        """Cut a sequence of items of layers into a tuple for each stage."""
         self._require_length(items)
         return tuple(tuple(items[start:end]) for start, end in self.intervals)
 
@@ -143,7 +143,7 @@ def partition_uniform(
     Args:
         layers: number of layers.
         stages: number of stages.
-        remainder: which stages are larger by one where the layers do not divide.
+        remainder: stages that are larger by one where the layers do not divide, ``"first"`` or ``"last"``.
         allow_empty: whether there may be fewer layers than stages. With ``"first"`` the last
             stages are then empty, with ``"last"`` the first.
 
@@ -171,7 +171,7 @@ def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bo
     left for them; of two cuts that are equally near, the later.
 
     Args:
-        weights: one per layer, in any unit.
+        weights: weight of each layer, in any unit.
         stages: number of stages.
         allow_empty: whether there may be fewer layers than stages; the last are then empty.
 
@@ -223,7 +223,7 @@ def least_maximum(prefix: Sequence[int], stages: int) -> int:
 
 
 def _pack(prefix: Sequence[int], stages: int, limit: int) -> tuple[bool, int]:
-    """Fill stages up to ``limit``, one by one; return whether they take all layers, and a bound.
+    """Fill stages up to ``limit`` in turn; return whether they take all layers, and a bound.
 
     The bound is the heaviest load where they do, else the least limit that could change a stage.
     """
@@ -283,7 +283,7 @@ def partition_layers(
         stages: number of stages, one or more.
         input_weight: the cost of the embedding, in layers.
         output_weight: the cost of the final norm and the head, in layers.
-        extra: which stages get the layers that do not divide.
+        extra: stages that get the layers that do not divide, ``"middle"`` or ``"first"``.
         allow_empty: whether a stage may have no layer, as one that holds the embedding alone.
 
     Raises:
@@ -305,7 +305,8 @@ def partition_layers(
     require_number("output_weight", output_weight)
     require_one_of("extra", extra, ("middle", "first"))
     least = 0 if allow_empty or extra == "first" or layers < stages else 1
-    sizes, loads = [least] * stages, [least] * stages
+    sizes = [least] * stages
+    loads: list[float] = [*sizes]
     loads[0] += input_weight
     loads[-1] += output_weight
     ends = (0, stages - 1) if extra == "middle" else ()  # which take a layer last, of equal loads
@@ -341,7 +342,7 @@ def count_stages(
     input_weight: int = 0,
     output_weight: int = 0,
 ) -> int:
-    """Choose the number of stages for so many ranks, each with the same number of stages.
+    """Choose the number of stages of a pipeline whose ranks have equal numbers of stages.
 
     Args:
         layers: number of layers.

@@ -83,9 +83,9 @@ if TYPE_CHECKING:
         with_skips as with_skips,
     )
     from .passes.running import allocate_slots as allocate_slots
-    from .planner.bounds import lower_bound as lower_bound
     from .planner.overview import compare_schedules as compare_schedules, to_scatter as to_scatter
     from .planner.plan import Plan as Plan, plan as plan
+    from .planner.problem import lower_bound as lower_bound
     from .proof.certificate import check as check
     from .proof.timeline import (
         Timeline as Timeline,
@@ -118,7 +118,7 @@ else:
                 " remove_unshards split_backward with_skips"
             ),
             "passes.running": "allocate_slots",
-            "planner.bounds": "lower_bound",
+            "planner.problem": "lower_bound",
             "planner.overview": "compare_schedules to_scatter",
             "planner.plan": "Plan plan",
             "proof.certificate": "check",

@@ -11,7 +11,7 @@ from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
 from ppfunc._checks import naming_arguments, require_index, require_type
-from ppfunc.parallel.placement import stages_of
+from ppfunc.parallel.topology import stages_of
 
 from .collector import collector_paused
 from .instruction import COMMUNICATION, Instruction, Op

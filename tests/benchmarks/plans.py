@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from ppfunc.parallel import v_shape
 from ppfunc.schedule import Costs, Plan, lower_bound, plan, simulate, zero_bubble
-from ppfunc.schedule.planner.placements import wave
 
 TABLE = Path(__file__).parents[1] / "schedule" / "optima.jsonl"
 SMALL = (
@@ -59,7 +59,8 @@ def bound() -> None:
     """Lower bounds: time at 64 ranks, and the stored optima."""
     for chunks in (1, 2, 4):
         took = min(
-            timed(lower_bound, costs(SMALL, chunks), wave(64, chunks), 256, 48 * chunks)[1] for _ in range(5)
+            timed(lower_bound, costs(SMALL, chunks), v_shape(64, chunks), 256, 48 * chunks)[1]
+            for _ in range(5)
         )
         show(f"bound, 64 ranks, {chunks} chunks", f"{took * 1000:.1f} ms", "20 ms", took < 0.02)
     rows = [json.loads(line) for line in TABLE.read_text().splitlines() if not line.startswith("#")]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import xml.etree.ElementTree as ElementTree
 
-import pytest
-
 from ppfunc.schedule import (
     BUILDERS,
     Costs,
@@ -72,36 +70,6 @@ def test_the_picture(run, tmp_path):
     assert ElementTree.parse(tmp_path / "x.svg").getroot().get("width") == "900"
     assert run("compare", *SHAPE, "1f1b", "--out", tmp_path / "y.svg") == (0, "", "")
     assert ElementTree.parse(tmp_path / "y.svg").getroot().tag.endswith("svg")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "--ranks is missing: say how many there are, or name a file"),
-        (("--ranks", 4), "--microbatches is missing"),
-        ((*SHAPE, "nope"), "unknown schedule 'nope': expected one of gpipe"),
-        ((*SHAPE, "/nowhere/at/all"), "no such file: /nowhere/at/all"),
-        ((*SHAPE, "1f1b", "inference"), "one has a backward, the other has none"),
-        ((*SHAPE, "--width", 1000), "--width is for an svg: leave it out of --format table"),
-        ((*SHAPE, "1f1b", "--chunks", 3), "--chunks changes nothing"),
-        ((*SHAPE, "--chunks", 0), "chunks = 0, expected"),
-        ((*SHAPE, "1f1b", "--forward", "1,2,3"), "costs for 3 stages are not those of the"),
-        (
-            ("--ranks", 0, "--microbatches", 2),
-            "ranks = 0, expected an integer of at least 1: pass ranks=1 or more",
-        ),
-        (("--ranks", 3, "--microbatches", 3, "dualpipe"), "ranks = 3, expected an even number"),
-        (("--ranks", 4, "--microbatches", 7, "1f1b", "dualpipe"), "dualpipe: microbatches = 7, expected an"),
-        ((*SHAPE, "--format", "tabel"), "invalid choice: 'tabel' (choose from 'table'"),
-        (
-            (*SHAPE, "--format", "table", "--out", "x.svg"),
-            "--out x.svg: expected a name that ends in .txt, for --format table",
-        ),
-    ],
-)
-def test_a_question_that_cannot_be_answered_exits_with_2(arguments, message, run):
-    code, out, err = run("compare", *arguments)
-    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
 
 
 def test_a_wrong_file_exits_with_1(run, tmp_path):

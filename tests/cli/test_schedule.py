@@ -16,11 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from ppfunc.cli.options import _OPTIONS
+from ppfunc.cli.options import COSTS
 from ppfunc.schedule import (
     BUILDERS,
     Costs,
     from_json,
+    gpipe,
     one_f_one_b,
     place_communication,
     read_schedule,
@@ -47,8 +48,8 @@ def test_list_names_every_schedule_with_its_options(run):
     assert code == 0 and [line for line in out.splitlines() if not line.startswith(" ")] == NAMES
     does, options = out.splitlines()[1::3], out.splitlines()[2::3]
     assert all(line.endswith(".") for line in does) and len(does) == len(BUILDERS)
-    assert all(line.startswith("    --ranks P --microbatches M") for line in options[:3])
-    assert "[--chunks V, else 2] [--group N]" in out and "[--costs FILE, --forward X, ...]" in out
+    assert all(line.startswith("    --ranks --microbatches") for line in options)
+    assert "    --ranks --microbatches [--chunks] [--group]\n" in out
 
 
 def test_list_of_a_name_tells_what_its_arguments_mean_and_which_are_refused(run):
@@ -117,59 +118,106 @@ def test_the_options_of_a_schedule_reach_it(run):
     assert out.splitlines()[-1].endswith("ReduceTiedGrads() ReduceGrads() OptimizerStep()")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("show", "2f2b", "--ranks", 2, "--microbatches", 2),
-            "unknown schedule '2f2b': expected one of gpipe, 1f1b",
-        ),
-        (("show", "zbh1v", "--ranks", 2, "--microbatches", 2), "did you mean 'zb_h1'?"),
-        (
-            ("show", "gpipe", "--ranks", 2, "--microbatches", 2, "--chunks", 2),
-            "gpipe takes no --chunks: its options are --ranks",
-        ),
-        (("show", "gpipe", "--ranks", 0, "--microbatches", 2), "ranks = 0, expected"),
-        (("show", "dualpipe", "--ranks", 3, "--microbatches", 8), "ranks = 3"),
-        (("show", "gpipe", "--ranks", 2), "--microbatches"),
-        (("show", "gpipe", "--ranks", 2, "--microbatches", 2, "--format", "png"), "invalid choice"),
-        (("show", "gpipe", "--ranks", 2, "--microbatches", 2, "--out", "/nowhere/at/all"), "No such file"),
-        (("simulate", "gpipe", "--ranks", 2), "gpipe needs --microbatches"),
-        (("simulate", "nothing.csv"), "no such file: nothing.csv"),
-        (("simulate", "nothing"), "unknown schedule 'nothing': expected one of gpipe, 1f1b"),
-        (
-            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "nan"),
-            "forward is nan, expected",
-        ),
-        (
-            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "-1"),
-            "forward is -1, expected",
-        ),
-        (("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "x"), "--forward"),
-        (
-            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--weight-share", 2),
-            "weight_share is 2, expected at most 1",
-        ),
-        (
-            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "1.x"),
-            "argument --forward: expected a number, got '1.x'",
-        ),
-        (
-            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--backward", 1, "--backward-input", 2),
-            "--backward and --backward-input: give the time of a whole backward, or those of both parts",
-        ),
-        (("check", "/nowhere/at/all"), "no such file: /nowhere/at/all"),
-        (("check", "1f1b"), "1f1b needs --ranks and --microbatches"),
-        (("check", "x.csv", "y.csv"), "ppfunc: error: unrecognized arguments: y.csv"),
-        (("check", "/"), "Is a directory"),
-        ((), "required"),
-    ],
-)
-def test_a_question_that_cannot_be_answered_exits_with_2(arguments, message, run):
-    code, out, err = run(*arguments)
-    assert code == 2
-    assert out == ""
-    assert message in err and "Traceback" not in err
+S, M = "--ranks 4 --microbatches 8", "--ranks 2 --microbatches 2"
+REFUSED = [  # words, message
+    (f"show 2f2b {M}", "unknown schedule '2f2b': expected one of gpipe, 1f1b"),
+    (f"show zbh1v {M}", "did you mean 'zb_h1'?"),
+    (f"show interleaved_1f {M}", "did you mean 'interleaved_1f1b'?"),
+    (f"show 1f1b {S} --format sgv", "invalid choice: 'sgv' (choose from 'grid', 'csv'"),
+    ("shwo 1f1b", "invalid choice: 'shwo' (choose from 'list', 'show'"),
+    (f"show 1f1b {S} --loweerd", "ppfunc: error: unrecognized arguments: --loweerd"),
+    (f"show gpipe {M} --chunks 2", "--chunks changes nothing here: leave it out"),
+    ("show gpipe --ranks 0 --microbatches 2", "ranks = 0, expected"),
+    ("show dualpipe --ranks 3 --microbatches 8", "ranks = 3"),
+    ("show gpipe --ranks 2", "--microbatches"),
+    (f"show gpipe {M} --out /nowhere/at/all", "no directory /nowhere/at, make it first"),
+    ("simulate gpipe --ranks 2", "gpipe needs --microbatches"),
+    ("simulate nothing.csv", "no such file: nothing.csv"),
+    ("simulate nothing", "unknown schedule 'nothing': expected one of gpipe, 1f1b"),
+    (f"simulate gpipe {M} --forward nan", "argument --forward: invalid numbers value: 'nan'"),
+    (f"simulate gpipe {M} --forward -1", "forward is -1, expected"),
+    (f"simulate gpipe {M} --weight-share 2", "weight_share is 2, expected at most 1"),
+    (f"simulate gpipe {M} --forward 1.x", "argument --forward: invalid numbers value: '1.x'"),
+    (
+        f"simulate gpipe {M} --backward 1 --backward-input 2",
+        "--backward and --backward-input: give the whole backward, or both parts",
+    ),
+    ("check /nowhere/at/all", "no such file: /nowhere/at/all"),
+    ("check 1f1b", "1f1b needs --ranks and --microbatches"),
+    ("check x.csv y.csv", "ppfunc: error: unrecognized arguments: y.csv"),
+    ("check /", "Is a directory"),
+    ("", "required"),
+    # Options that change nothing.
+    (f"show 1f1b {S} --format json --forward 2", "--forward changes nothing here: leave it out"),
+    (f"show 1f1b {S} --format csv --width 100", "--width changes nothing here"),
+    (f"show 1f1b {S} --width 10", "width is 10, expected at least 28 for a grid of 4 ranks"),
+    (f"show 1f1b {S} --format svg --width 10", "width is 10, expected a number of pixels from 960 to 100000"),
+    (f"show 1f1b {S} --for torch --format grid", "--for torch is a csv: leave --format grid out"),
+    (f"show 1f1b {S} --for torch --forward 2", "--forward changes nothing here"),
+    (f"show 1f1b {S} --for jax", "invalid choice: 'jax' (choose from 'torch')"),
+    (f"show 1f1b {S} --forward 1,2", "forward has 2 numbers, expected 4, one per stage or layer"),
+    (f"show 1f1b {S} --forward 1,,2", "argument --forward: invalid numbers value: '1,,2'"),
+    (f"show 1f1b {S} --forward 2 --lowered", "--lowered changes nothing here"),
+    (f"show 1f1b {S} --forward 0", "0F0 takes no time, so it has no place in a grid"),
+    (
+        f"show 1f1b {S} --forward 2 --costs x.json",
+        "--costs x.json and --forward: give the costs in one place",
+    ),
+    (f"show 1f1b {S} --costs /nowhere/at/all", "No such file"),
+    (f"show 1f1b {S} --format svg --lowered", "--lowered changes nothing here"),
+    (f"show 1f1b {S} --for torch --lowered", "--lowered changes nothing here"),
+    (f"show 1f1b {S} --parameters 2", "--parameters changes nothing here"),
+    (f"show 1f1b {S} --activation 2", "--activation changes nothing here"),
+    (
+        f"show 1f1b {S} --weight-share 0.5 --format svg",
+        "--weight-share changes nothing here, where is no W: leave it out",
+    ),
+    (f"show 1f1b {S} --overlapped 3", "--overlapped changes nothing here, where is no OVERLAP_F_B"),
+    (f"show 1f1b {S} --step 3", "--step changes nothing here, where is no STEP"),
+    (f"show 1f1b {S} --bytes 3", "--bytes and --bandwidth go together"),
+    (f"show 1f1b {S} --per rank", "--per changes nothing here"),
+    (f"show 1f1b {S} --per stage --format csv", "--per changes nothing here"),
+    # Huge numbers.
+    (
+        "show gpipe --ranks 1000000000 --microbatches 1",
+        "--ranks: expected a whole number up to 1000000, got 10",
+    ),
+    ("show gpipe --ranks 100000 --microbatches 100000", "x stages per rank = 100000 x 100000 x 1"),
+    (f"show looped_bfs {M} --chunks 1000000", "= 2 x 2 x 1000000: expected at most 500000"),
+    (f"simulate gpipe --ranks 2 --microbatches {'9' * 10**5}", "--microbatches: invalid count value: '99999"),
+    *(
+        (f"simulate gpipe {M} --forward {n}", "invalid numbers value")
+        for n in ("9" * 4000, "9" * 9000, "1e300")
+    ),
+    (f"show zero_bubble {M} --cap {'9' * 4000}", "--cap: invalid number value"),
+    ("compare --ranks 10000 --microbatches 10000", "ranks x microbatches x stages per rank"),
+    # Comparisons.
+    ("compare", "--ranks and --microbatches are missing: say how many there are, or name a file"),
+    (f"compare {S} nope", "unknown schedule 'nope': expected one of gpipe"),
+    (f"compare {S} dualpip", "did you mean 'dualpipe'?"),
+    (f"compare {S} /nowhere/at/all", "no such file: /nowhere/at/all"),
+    (f"compare {S} 1f1b inference", "one has a backward, the other has none"),
+    (f"compare {S} --width 1000", "--width changes nothing here"),
+    (f"compare {S} 1f1b --chunks 3", "--chunks changes nothing here"),
+    (f"compare {S} --chunks 0", "chunks = 0, expected"),
+    (f"compare {S} 1f1b --forward 1,2,3", "forward has 3 numbers, expected 4"),
+    (
+        "compare --ranks 0 --microbatches 2",
+        "ranks = 0, expected an integer of at least 1: pass ranks=1 or more",
+    ),
+    ("compare --ranks 3 --microbatches 3 dualpipe", "ranks = 3, expected an even number"),
+    ("compare --ranks 4 --microbatches 7 1f1b dualpipe", "dualpipe: microbatches = 7, expected an"),
+    (f"compare {S} --format tabel", "invalid choice: 'tabel' (choose from 'table'"),
+    (f"compare {S} --format table --out x.svg", "--out x.svg: expected a name that ends in .txt"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_a_question_that_cannot_be_answered_is_refused_at_once_in_one_line(words, message, run):
+    start = time.process_time()
+    code, out, err = run(*words.split())
+    assert time.process_time() - start < 2 * busy()
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1 and len(err) < 700
 
 
 def broken_files() -> dict[str, str]:
@@ -268,7 +316,7 @@ def test_simulate_of_a_file_equals_that_of_its_schedule(run, tmp_path):
     assert run("simulate", file, "--ranks", 3, "--json") == built
     assert run("simulate", file, "--ranks", 4)[0] == 2
     assert run("simulate", file, "--chunks", 2)[0] == 2
-    assert "--offload changes nothing: there is no OFFLOAD" in run("simulate", file, "--offload", 1)[2]
+    assert "--offload changes nothing here, where is no OFFLOAD" in run("simulate", file, "--offload", 1)[2]
     file.write_text("0F0,0B0,0F1\n")
     assert run("simulate", file)[0] == 1
 
@@ -277,10 +325,9 @@ def test_simulate_in_words(run):
     shape = ("--ranks", 2, "--microbatches", 2)
     code, out, _ = run("simulate", "gpipe", *shape)
     assert code == 0
-    assert "makespan          9" in out and "peak activations  2 2" in out
-    assert "times             by costs per stage\n" in out
+    assert out == f"{simulate(gpipe(2, 2))}\ntimes: by costs per stage\n"
     _, out, _ = run("simulate", "zbv", *shape, "--per", "rank")
-    assert "times             by costs per rank\n" in out
+    assert out.endswith("\ntimes: by costs per rank\n")
 
 
 def test_no_torch_is_imported_and_a_closed_pipe_is_no_error():
@@ -407,7 +454,7 @@ def test_parts_of_a_backward_per_stage(run):
     assert parts("--backward-input", "1,3", "--backward-weight", 3) == (1, 3, 3, 3)
     shape = "--ranks", 2, "--microbatches", 1
     code, _, err = run("simulate", "zb_h1", *shape, "--backward", "4,6", "--backward-weight", 1)
-    assert code == 2 and "--backward and --backward-weight: give the time of a whole backward" in err
+    assert code == 2 and "--backward and --backward-weight: give the whole backward" in err
 
 
 def test_a_file_for_torch(run, tmp_path):
@@ -498,116 +545,12 @@ def test_a_pipe_is_not_waited_for(run, tmp_path):
     assert run("check", "/dev/zero")[0] == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("show", "gpipe", "--ranks", 10**9, "--microbatches", 1),
-            "--ranks: expected a whole number up to 1000000, got '1000000000'",
-        ),
-        (
-            ("show", "gpipe", "--ranks", 10**5, "--microbatches", 10**5),
-            "ranks x microbatches x stages per rank = 100000 x 100000 x 1",
-        ),
-        (
-            ("show", "looped_bfs", "--ranks", 10, "--microbatches", 10, "--chunks", 10**6),
-            "= 10 x 10 x 1000000: expected at most 500000",
-        ),
-        (
-            ("simulate", "gpipe", "--ranks", 2, "--microbatches", "9" * 10**5),
-            "expected a whole number up to 1000000, got '99999",
-        ),
-        (
-            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "9" * 4000),
-            "expected a number up to 1e+100, got '99999",
-        ),
-        (
-            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "9" * 9000),
-            "forward is inf, expected a finite number",
-        ),
-        (
-            ("simulate", "gpipe", "--ranks", 2, "--microbatches", 2, "--forward", "1e300"),
-            "expected a number up to 1e+100, got '1e300'",
-        ),
-        (
-            ("show", "zero_bubble", "--ranks", 2, "--microbatches", 2, "--cap", "9" * 4000),
-            "expected a number up to 1e+100",
-        ),
-        (("compare", "--ranks", 10**4, "--microbatches", 10**4), "ranks x microbatches x stages per rank"),
-    ],
-)
-def test_huge_numbers_end_at_once(arguments, message, run):
-    start = time.process_time()
-    code, out, err = run(*arguments)
-    assert time.process_time() - start < 2 * busy()
-    assert (code, out) == (2, "") and message in err and len(err) < 500
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("show", "1f1b", *SHAPE, "--format", "sgv"), "invalid choice: 'sgv' (choose from 'grid', 'csv'"),
-        (("shwo", "1f1b"), "invalid choice: 'shwo' (choose from 'list', 'show'"),
-        (("show", "interleaved_1f", *SHAPE), "did you mean 'interleaved_1f1b'?"),
-        (("simulate", "zbh1v", *SHAPE), "did you mean 'zb_h1'?"),
-        (("show", "1f1b", *SHAPE, "--loweerd"), "ppfunc: error: unrecognized arguments: --loweerd"),
-        (("compare", *SHAPE, "dualpip"), "did you mean 'dualpipe'?"),
-        (("compare", *SHAPE, "zbw"), "did you mean 'zbv'?"),
-    ],
-)
-def test_a_name_that_is_unknown_is_answered_in_one_line(arguments, message, run):
-    code, out, err = run(*arguments)
-    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ("--format", "json", "--forward", 2),
-            "costs change nothing in --format json of 1f1b: leave them out",
-        ),
-        (
-            ("--format", "csv", "--width", 100),
-            "--width is for a grid or an svg: leave it out of --format csv",
-        ),
-        (("--width", 10), "width is 10, expected at least 28 for a grid of 4 ranks"),
-        (("--format", "svg", "--width", 10), "width is 10, expected a number of pixels from 960 to 100000"),
-        (("--for", "torch", "--format", "grid"), "--for torch is a csv: leave --format grid out"),
-        (("--for", "torch", "--forward", 2), "costs change nothing in --format csv"),
-        (("--for", "jax"), "invalid choice: 'jax' (choose from 'torch')"),
-        (("--forward", "1,2"), "forward has 2 numbers, expected 4, one per stage or layer"),
-        (("--forward", "1,,2"), "argument --forward: expected a number, got ''"),
-        (("--forward", 2, "--lowered"), "a grid on a scale of time has no messages"),
-        (("--forward", 0), "0F0 takes no time, so it has no place in a grid"),
-        (
-            ("--forward", 2, "--costs", "costs.json"),
-            "--costs costs.json and --forward: give the costs in one place",
-        ),
-        (("--costs", "/nowhere/at/all"), "No such file"),
-        (("--format", "svg", "--lowered"), "--lowered changes nothing in an svg: leave it out"),
-        (("--for", "torch", "--lowered"), "--lowered changes nothing in a csv for torch"),
-        (("--parameters", 2), "--parameters changes nothing in what is printed"),
-        (("--activation", 2), "--activation changes nothing in what is printed"),
-        (("--weight-share", 0.5, "--format", "svg"), "--weight-share changes nothing: there is no W"),
-        (("--overlapped", 3), "--overlapped changes nothing: there is no OVERLAP_F_B in the schedule"),
-        (("--step", 3), "--step changes nothing: there is no STEP in the schedule"),
-        (("--bytes", 3), "--bytes and --bandwidth go together"),
-        (("--per", "rank"), "--per says what costs are for, and there are none: give some, or leave it out"),
-        (("--per", "stage", "--format", "csv"), "--per says what costs are for, and there are none"),
-    ],
-)
-def test_an_option_that_changes_nothing_is_refused(arguments, message, run):
-    code, out, err = run("show", "1f1b", *SHAPE, *arguments)
-    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
-
-
 def test_every_cost_changes_what_simulate_prints_or_is_refused(run):
     """One number other than the default, for schedules that have all instructions of compute between them."""
     changed = set()
     for name in ("1f1b", "zb_h1", "zbv", "dualpipev", "inference"):
         plain = run("simulate", name, *SHAPE, "--json")[1]
-        for option in (o.replace("_", "-") for o in _OPTIONS):
+        for option in (o.replace("_", "-") for o in COSTS):
             more = (
                 ("--bandwidth", 7) if option == "bytes" else ("--bytes", 7) if option == "bandwidth" else ()
             )
@@ -616,17 +559,17 @@ def test_every_cost_changes_what_simulate_prints_or_is_refused(run):
                 assert out != plain, (name, option)
                 changed.add(option)
             else:
-                assert code == 2 and f"--{option} changes nothing" in err, (name, option)
+                assert code == 2 and f"--{option} changes nothing here" in err, (name, option)
     # In files, such as the schedule of a trainer, or of a plan.
     tail = {"unshard", "reduce-tied", "reduce-grad", "step", "recompute", "checkpoint", "offload", "fetch"}
-    assert changed == {o.replace("_", "-") for o in _OPTIONS} - tail
+    assert changed == {o.replace("_", "-") for o in COSTS} - tail
 
 
 def test_simulate_adds_parameters_up(run):
     sizes = ("--parameters", "5,6,7,8.5")
     printed = json.loads(run("simulate", "1f1b", *SHAPE, *sizes, "--json")[1])
     assert printed["memory"] == [9, 9, 9, 9.5] and printed["peak_activations"] == [4, 3, 2, 1]
-    assert re.search(r"^memory +9 9 9 9.5$", run("simulate", "1f1b", *SHAPE, *sizes)[1], re.MULTILINE)
+    assert "\nmemory of each rank: 9 9 9 9.5\n" in run("simulate", "1f1b", *SHAPE, *sizes)[1]
 
 
 def test_control_characters_of_names_are_escaped(run, tmp_path):
@@ -710,11 +653,7 @@ def test_a_picture_is_written_as_its_suffix_says(run, tmp_path):
         assert run("show", *shape, "--out", file)[0] == 0
         assert file.read_text().startswith(begin)
     for words, message in (
-        (("--out", "picture.png"), "its suffix says no format, give --format, one of grid, csv"),
-        (
-            ("--format", "svg", "--out", "picture.png"),
-            "--out picture.png: expected a name that ends in .svg, for --format svg",
-        ),
+        (("--out", "picture.png"), "--out picture.png: expected a name that ends in .txt or .csv or .json"),
         (("--format", "csv", "--out", "picture.SVG"), "expected a name that ends in .csv or .txt"),
         (("--for", "torch", "--out", "picture.svg"), "expected a name that ends in .csv or .txt"),
     ):

@@ -22,7 +22,7 @@ def test_every_name_is_there():
 
 def test_a_placement_loads_nothing_else():
     program = (
-        "import sys, ppfunc.parallel.placement; sys.exit('fractions' in sys.modules or 'difflib' in"
+        "import sys, ppfunc.parallel.topology; sys.exit('fractions' in sys.modules or 'difflib' in"
         " sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

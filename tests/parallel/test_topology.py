@@ -1,5 +1,5 @@
 """Topologies: every question agrees with a table of all ranks, at any size, at once; groups are those of
-DeepSpeed's grid and of ColossalAI.
+DeepSpeed's grid and of ColossalAI. Placements: loops, Vs that snake, two directions, and those written out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ import timeit
 import pytest
 from hypothesis import given, strategies as st
 
-from ppfunc.parallel import Topology, default_grid, prime_factors
+from ppfunc.parallel import (
+    Topology,
+    default_grid,
+    explicit,
+    loop,
+    place,
+    prime_factors,
+    stages_of,
+    v_shape,
+)
 
 CUBE = Topology.of(pipe=2, data=2, model=2)
 
@@ -57,16 +66,16 @@ def test_groups_agree_with_a_table(topology, data):
     """Along several axes: those at which the others agree. They cover every rank once, in its place."""
     axes = data.draw(st.lists(st.sampled_from(topology.axes), min_size=1, unique=True))
     by_rest = {}
-    for rank, place in enumerate(table_of(topology)):
-        by_rest.setdefault(tuple(i for a, i in place.items() if a not in axes), []).append(rank)
+    for rank, coordinate in enumerate(table_of(topology)):
+        by_rest.setdefault(tuple(i for a, i in coordinate.items() if a not in axes), []).append(rank)
     groups = list(topology.groups(*axes))
     assert groups == [tuple(by_rest[rest]) for rest in sorted(by_rest)]
     for group in groups:
         assert all(topology.group_of(rank, *axes) == group for rank in group)
         assert len(group) == math.prod(map(topology.axis_size, axes))
-    for place, axis in enumerate(topology.axes):
+    for number, axis in enumerate(topology.axes):
         for rank in range(topology.world_size):
-            assert topology.group_of(rank, axis).index(rank) == topology.coordinate(rank)[place]
+            assert topology.group_of(rank, axis).index(rank) == topology.coordinate(rank)[number]
     if "data" in topology.axes:
         assert sorted(itertools.chain(*replicas(topology))) == list(range(topology.world_size))
     if "pipe" in topology.axes:
@@ -177,6 +186,26 @@ def test_a_question_about_a_million_ranks_takes_microseconds():
         assert min(timeit.repeat(question, number=10, repeat=5)) / 10 < 500e-6
 
 
+def held(placement):
+    return [stages_of(placement, rank) for rank in range(max(placement) + 1)]
+
+
+def test_stages_of_each_rank():
+    assert held(place("loop", 4, 8)) == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert held(place("v", 4, 8)) == [(0, 7), (1, 6), (2, 5), (3, 4)]
+    assert held(place("loop", 2, 6)) == [(0, 2, 4), (1, 3, 5)]
+    assert held(v_shape(2, chunks=4)) == [(0, 3, 4, 7), (1, 2, 5, 6)]
+    assert held(v_shape(3, chunks=3)) == [(0, 5, 6), (1, 4, 7), (2, 3, 8)]
+    assert held(explicit([1, 0, 0, 1])) == [(1, 2), (0, 3)]
+
+
+@given(st.integers(1, 6), st.integers(1, 6))
+def test_every_rank_has_as_many_stages(ranks, chunks):
+    for placement in (loop(ranks, chunks), v_shape(ranks, chunks)):
+        assert {len(stages) for stages in held(placement)} == {chunks} and placement[0] == 0
+    assert all(abs(a - b) <= 1 for a, b in itertools.pairwise(v_shape(ranks, chunks)))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -208,6 +237,13 @@ def test_a_question_about_a_million_ranks_takes_microseconds():
         (lambda t: Topology.parse(""), "cannot read ''"),
         (lambda t: prime_factors(-1), "number = -1, expected an integer of at least 1"),
         (lambda t: default_grid(0), "world_size = 0, expected an integer of at least 1"),
+        (lambda _: place("zigzag", 2, 4), "style: got 'zigzag', expected 'loop' or 'v'"),
+        (lambda _: place("loop", 4, 6), "6 stages do not spread evenly over 4 ranks"),
+        (lambda _: loop(0), "ranks = 0, expected an integer of at least 1"),
+        (lambda _: loop(2, 0), "chunks = 0, expected an integer of at least 1"),
+        (lambda _: explicit([]), "one or more stages"),
+        (lambda _: explicit([0, -1]), "0 or more"),
+        (lambda _: explicit([0, 2]), r"ranks \[1\] hold no stage"),
     ],
 )
 def test_errors_say_what_was_got_and_what_is_valid(call, message):

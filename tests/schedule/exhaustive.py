@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import product
 
 from ppfunc.schedule import Costs, Op
-from ppfunc.schedule.planner.orders import directions, evaluate, fits
 from ppfunc.schedule.planner.problem import Problem, problem_of
+from ppfunc.schedule.planner.replay import directions, evaluate, fits
 
 FIELDS = ("forward", "backward_input", "backward_weight", "communication", "activation", "weight_share")
 FIELDS += ("recompute", "checkpoint", "offload", "fetch")

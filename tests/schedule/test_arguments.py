@@ -170,8 +170,8 @@ def test_what_is_no_schedule_is_refused(name):
         ),
         (
             lambda: ps.compare_schedules(2, 2, cap="a"),
-            ValueError,
-            "cap: got 'a', expected the memory of a rank, a number from 0",
+            TypeError,
+            "cap is 'a' of type str, expected a number",
         ),
         (lambda: F("a", 0), ValueError, "stage = 'a', expected an integer of at least 0"),
         (lambda: B(0, None), ValueError, "microbatch = None, expected an integer of at least 0"),

@@ -14,7 +14,6 @@ from hypothesis import given, strategies as st
 
 from ppfunc.parallel import loop, v_shape
 from ppfunc.schedule import BUILDERS, Costs, lower_bound, simulate, zb_h1, zb_h2
-from ppfunc.schedule.planner.placements import wave
 from tests.clock import busy
 
 TABLE = [
@@ -138,6 +137,6 @@ def test_it_is_quick():
     seconds = []
     for _ in range(3):
         start = time.process_time()
-        lower_bound(costs, wave(64, 2), 256, 96)
+        lower_bound(costs, v_shape(64, 2), 256, 96)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.1 * busy()

@@ -89,7 +89,7 @@ def test_a_wrong_one_is_refused_with_the_place():
             lambda: compare_schedules(4, 8, "1f1b"),
             r"schedules: got '1f1b', expected a list of names and schedules, such as \['1f1b'\]",
         ),
-        (lambda: compare_schedules(4, 8, [3]), "schedules: got an item of type int"),
+        (lambda: compare_schedules(4, 8, [3]), "schedules: got 3 of type int, expected a list of names"),
         (lambda: to_svg(gpipe(2, 2), Costs()), "timeline: got Costs.* of type Costs, expected a Timeline"),
     ],
 )

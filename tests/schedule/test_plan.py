@@ -13,13 +13,11 @@ from random import Random
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from ppfunc.parallel import loop
+from ppfunc.parallel import loop, v_shape
 from ppfunc.schedule import BUILDERS, Costs, check, lower_bound, place_communication, plan, simulate
-from ppfunc.schedule.planner.orders import directions, evaluate, fits, schedule_of
-from ppfunc.schedule.planner.placements import wave
 from ppfunc.schedule.planner.problem import problem_of
-from ppfunc.schedule.planner.search import Manner, replay
-from ppfunc.schedule.planner.starts import spaced_orders
+from ppfunc.schedule.planner.replay import Manner, directions, evaluate, fits, replay, schedule_of
+from ppfunc.schedule.planner.search import given_orders, spaced_orders
 from tests.clock import busy
 
 REAL = {"forward": 18.522, "backward_input": 18.086, "backward_weight": 9.337}
@@ -42,10 +40,10 @@ def problems(draw):
             [
                 loop(ranks),
                 loop(ranks, 2),
-                wave(ranks, 2),
-                wave(ranks, 3),
+                v_shape(ranks, 2),
+                v_shape(ranks, 3),
                 (*loop(ranks), 0),
-                (*wave(ranks, 2), ranks - 1),
+                (*v_shape(ranks, 2), ranks - 1),
             ]
         )
     )
@@ -134,7 +132,7 @@ def test_replays_keep_the_cap_in_both_directions_of_time(problem, patience, lazy
     forwards, backwards = directions(p)
     items = st.integers(0, len(forwards.duration) - 1)
     hold = data.draw(st.dictionaries(items, st.floats(0, 20), max_size=5))
-    order = data.draw(st.sampled_from([order for _, order in spaced_orders(p, forwards)]))
+    order = data.draw(st.sampled_from([given.order for given in given_orders(p, spaced_orders(p))]))
     for _ in range(2):
         late = replay(backwards, tuple(word[::-1] for word in order), Manner(patience))
         order = tuple(word[::-1] for word in late.order)
@@ -149,9 +147,9 @@ def test_replays_keep_the_cap_in_both_directions_of_time(problem, patience, lazy
 def test_a_microbatch_that_repeats_never_deadlocks_and_one_distance_fits_in_any_cap(problem):
     p = problem_of(*problem)
     forwards, _ = directions(p)
-    found = list(spaced_orders(p, forwards))
-    assert found
-    assert all(fits(forwards, order) and evaluate(forwards, order) is not None for _, order in found)
+    orders = [order for _, order in spaced_orders(p)]
+    assert all(evaluate(forwards, order) is not None for order in orders)
+    assert fits(forwards, orders[-1])
 
 
 def test_a_plan_where_nothing_takes_time_fits_in_its_cap():
@@ -190,23 +188,6 @@ def test_more_chunks_are_better_at_equal_memory():
     assert found.value < alone.value and max(found.memory) <= 4
     stages = found.schedule.stages
     assert found.costs.of("forward", 0) == pytest.approx(18.522 * 4 / stages)
-
-
-def test_layers_are_cut_so_that_an_expensive_head_has_fewer_beside_it():
-    costs = Costs(
-        forward=[1] * 15 + [5], backward_input=[1] * 15 + [5], backward_weight=[1] * 15 + [5], weight_share=1
-    )
-    found = plan(4, 12, costs, layers=16, placement="loop", chunks=1, cap=40, effort=0.1)
-    assert found.partition.layers == 16 and list(found.partition.loads([1] * 15 + [5])) == found.costs.forward
-    assert max(found.costs.forward) == 5
-    even = plan(
-        4,
-        12,
-        Costs(forward=[4, 4, 4, 8], backward_input=[4, 4, 4, 8], backward_weight=[4, 4, 4, 8]),
-        cap=10,
-        effort=0.1,
-    )
-    assert found.value < even.value
 
 
 def test_a_cap_in_bytes():
@@ -261,9 +242,7 @@ def test_ranks_with_many_different_stages_are_planned_in_time():
     draw = Random(1)
     times = [[draw.uniform(0.5, 1.5) for _ in range(32)] for _ in range(3)]
     start = time.process_time()
-    plan(
-        4, 12, Costs(*times, weight_share=1), cap=22, placement="wave", chunks=8, objective="span", effort=0.1
-    )
+    plan(4, 12, Costs(*times, weight_share=1), cap=22, placement="v", chunks=8, objective="span", effort=0.1)
     assert time.process_time() - start < 10 * busy()
 
 
@@ -294,7 +273,6 @@ def test_arguments_are_refused():
         ((2, 2), {"placement": "w"}, "placement is 'w'"),
         ((2, 2), {"placement": (0, 1, 2)}, "placement has 3 ranks, expected 2"),
         ((2, 2), {"placement": (0, 1), "chunks": 1}, "leave chunks out"),
-        ((2, 2), {"placement": "v", "chunks": 3}, "but a V has 2"),
         ((2, 2), {"chunks": range(0)}, "chunks names no number"),
         ((2, 2), {"chunks": 0}, "chunks = 0"),
         ((2, 2), {"cap": 0.5}, "one microbatch and the parameters of rank 0 take 1"),
@@ -302,9 +280,11 @@ def test_arguments_are_refused():
         ((2, 2, Costs(overlapped=2)), {}, "overlapped is given"),
         ((2, 2, Costs(backward=2)), {}, "backward is given"),
         ((2, 2, Costs(forward=[1, 2, 3])), {}, "given for 3 stages, expected a multiple of 2"),
-        ((2, 2, Costs(forward=[1, 2])), {"chunks": range(1, 3)}, "give costs per layer"),
-        ((2, 2, Costs(forward=[1, 2])), {"layers": 3}, "forward has 2 numbers, expected 3"),
-        ((2, 2), {"layers": 1}, "1 layers cannot be cut into 2 stages"),
+        (
+            (2, 2, Costs(forward=[1, 2])),
+            {"chunks": range(1, 3)},
+            "given per stage, but chunks allows several",
+        ),
     ):
         with pytest.raises(TypeError if "Costs" in words else ValueError, match=words):
             plan(*arguments, **options)

@@ -23,11 +23,18 @@ from ppfunc.schedule import (
     simulate,
     split_backward,
 )
-from ppfunc.schedule.planner.bounds import bound_of
-from ppfunc.schedule.planner.orders import choices_of, directions, evaluate, fits, order_of, schedule_of
-from ppfunc.schedule.planner.problem import problem_of
-from ppfunc.schedule.planner.search import Manner, replay
-from ppfunc.schedule.planner.starts import residual_orders, spaced_orders
+from ppfunc.schedule.planner.problem import bound_of, problem_of
+from ppfunc.schedule.planner.replay import (
+    Manner,
+    choices_of,
+    directions,
+    evaluate,
+    fits,
+    order_of,
+    replay,
+    schedule_of,
+)
+from ppfunc.schedule.planner.search import given_orders, residual_orders, spaced_orders
 from tests.schedule.exhaustive import FIELDS, least, problem
 from tests.schedule.test_plan import problems
 
@@ -107,7 +114,7 @@ def test_replays_of_chosen_ways_keep_the_cap_and_are_timed_as_simulated(instance
         problem(dict(placement=place, microbatches=m, cap=cap, objective=objective, **vars(costs))),
         Random(seed),
     )
-    order = next(order for _, order in spaced_orders(p, directions(p)[0]))
+    order = next(given.order for given in given_orders(p, spaced_orders(p)))
     orders = [order for _, order in residual_orders(p, schedule_of(p, order))]
     for _ in range(3):
         order = draw.choice(orders)
@@ -154,10 +161,3 @@ def test_a_faster_link_never_raises_the_bound_and_without_a_cap_it_is_that_of_wh
     assert values == sorted(values, reverse=True)
     assert values[0] > values[-1] == lower_bound(SHARE, range(4), 12).value
     assert values[0] <= lower_bound(SHARE, range(4), 12, 2).value
-
-
-def test_layers_with_ways_are_cut_and_those_without_stay():
-    costs = Costs([1] * 8, [1] * 8, [1] * 8, weight_share=1, recompute=[1] * 7 + [None], offload=[2] * 8)
-    found = plan(4, 8, costs, layers=8, cap=4, placement="loop", chunks=1, effort=0.02)
-    assert found.costs.recompute[3] is None and found.costs.offload[:3] != [None] * 3
-    assert not any(i.op is Op.RECOMPUTE for i in found.schedule.instructions(3))

@@ -12,14 +12,12 @@ from .deepspeed import (
     deepspeed_inference as deepspeed_inference,
     deepspeed_train as deepspeed_train,
 )
-from .interleaved import (
+from .loops import (
+    gpipe as gpipe,
+    inference as inference,
     interleaved_1f1b as interleaved_1f1b,
     interleaved_zb as interleaved_zb,
     looped_bfs as looped_bfs,
-)
-from .one_stage import (
-    gpipe as gpipe,
-    inference as inference,
     one_f_one_b as one_f_one_b,
     zb_h1 as zb_h1,
     zb_h2 as zb_h2,

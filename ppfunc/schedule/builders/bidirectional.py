@@ -5,11 +5,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ppfunc._checks import naming_arguments, require_counts
-from ppfunc.parallel.placement import v_shape
+from ppfunc.parallel.topology import v_shape
 
 from ..instruction import B, F, Instruction, Op, overlap
 from ..schedule import Chain, Schedule
-from .one_stage import rank_by_rank, require
+from .loops import rank_by_rank, require
 
 
 @naming_arguments
@@ -52,7 +52,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
 
 @naming_arguments
 def dualpipev(ranks: int, microbatches: int) -> Schedule:
-    """Run stages r and 2p - 1 - r on rank r; forwards of one overlap with backwards of the other.
+    """Run stages r and 2p - 1 - r on rank r; forwards of each overlap with backwards of its partner.
 
     With F&B the time of an overlapped pair of chunks, the bubble time is
     ``(p - 1)(F&B + B - 3W)`` where F = I and W <= F, with ``2p + 1`` live chunk activations.

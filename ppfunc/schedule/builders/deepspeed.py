@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from ppfunc._checks import naming_arguments, require_counts
-from ppfunc.parallel.placement import loop
+from ppfunc.parallel.topology import loop
 
 from ..instruction import TAIL, Instruction, Op
 from ..schedule import Chain, Schedule, Step
-from .one_stage import require
+from .loops import require
 
 
 @naming_arguments

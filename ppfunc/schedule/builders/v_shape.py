@@ -1,17 +1,17 @@
 """Build schedules of two chunks per rank in a V, from a pattern that repeats: ZB-V, V-Half, V-Min."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import itemgetter
 
 from ppfunc._checks import naming_arguments, require_counts
-from ppfunc.parallel.placement import v_shape
+from ppfunc.parallel.topology import Placement, v_shape
 
 from ..instruction import F, I, Instruction, Op
 from ..schedule import Schedule, single_chain
-from .one_stage import rank_by_rank
+from .loops import rank_by_rank
 
 
 @naming_arguments
@@ -84,11 +84,9 @@ def v_half(ranks: int, microbatches: int) -> Schedule:
         Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv:2405.15362), section 3.
     """
 
-    def slots(p: int, r: int) -> Slots:
-        shift = 0 if p % 2 else 3
-        return 2 * r, 3 * p - r - 2, 3 * p + shift + 2 * r - 1, 6 * p + shift - r - 2
-
-    return from_pattern("v_half", ranks, microbatches, slots)
+    placement, p, shift = v_shape(ranks), ranks, 0 if ranks % 2 else 3
+    slots = [(2 * r, 3 * p - r - 2, 3 * p + shift + 2 * r - 1, 6 * p + shift - r - 2) for r in range(ranks)]
+    return from_pattern("v_half", placement, microbatches, slots)
 
 
 @naming_arguments
@@ -117,11 +115,9 @@ def v_min(ranks: int, microbatches: int) -> Schedule:
         Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024 (arXiv:2405.15362), section 3.
     """
 
-    def slots(p: int, r: int) -> Slots:
-        shift = 0 if p % 3 else 2
-        return r, 2 * p - r - 1, 2 * p + shift + r, 4 * p + shift - r - 1
-
-    return from_pattern("v_min", ranks, microbatches, slots)
+    placement, p, shift = v_shape(ranks), ranks, 0 if ranks % 3 else 2
+    slots = [(r, 2 * p - r - 1, 2 * p + shift + r, 4 * p + shift - r - 1) for r in range(ranks)]
+    return from_pattern("v_min", placement, microbatches, slots)
 
 
 PERIOD = 6  # slots of a microbatch on a rank: forward, input and weight gradient of two chunks
@@ -129,19 +125,18 @@ SlotNumbers = dict[Instruction, int]
 Slots = tuple[int, int, int, int]
 
 
-def from_pattern(name: str, ranks: int, microbatches: int, slots: Callable[[int, int], Slots]) -> Schedule:
-    """Repeat ``slots(ranks, rank)`` every six slots, each instruction as early as memory allows.
+def from_pattern(name: str, placement: Placement, microbatches: int, slots: Sequence[Slots]) -> Schedule:
+    """Repeat slots every six slots, each instruction as early as memory allows.
 
     Args:
-        slots: where microbatch 0 has, on a rank, the forward of the first and of the second
-            chunk and the input gradient of the second and of the first.
+        slots: slots of microbatch 0 on each rank: forward of the first and of the second chunk, input
+            gradient of the second and of the first.
     """
     require_counts(microbatches=microbatches)
-    placement = v_shape(ranks)
-    pattern = [_repeat(r, 2 * ranks - 1 - r, microbatches, slots(ranks, r)) for r in range(ranks)]
-    return single_chain(
-        name, placement, microbatches, _drain(_squeeze(pattern, placement), pattern, 2 * ranks)
-    )
+    last = len(placement) - 1
+    pattern = [_repeat(r, last - r, microbatches, mine) for r, mine in enumerate(slots)]
+    programs = _drain(_squeeze(pattern, placement), pattern, len(placement))
+    return single_chain(name, placement, microbatches, programs)
 
 
 def _repeat(first: int, second: int, microbatches: int, slots: Slots) -> SlotNumbers:

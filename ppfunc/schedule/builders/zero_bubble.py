@@ -4,12 +4,24 @@ from collections.abc import Iterator
 from itertools import chain, product
 
 from ppfunc._checks import naming_arguments
-from ppfunc.parallel.placement import Placement, loop, stages_of, v_shape
+from ppfunc.parallel.topology import Placement, loop, stages_of, v_shape
 
 from ..costs import Costs, Number, require_costs
-from ..planner.orders import FORWARD, INPUT, Order, Word, directions, fits, order_of, schedule_of
 from ..planner.problem import Problem, problem_of
-from ..planner.search import Manner, Replayed, justify, replay
+from ..planner.replay import (
+    FORWARD,
+    INPUT,
+    Manner,
+    Order,
+    Replayed,
+    Word,
+    directions,
+    fits,
+    justify,
+    order_of,
+    replay,
+    schedule_of,
+)
 from ..schedule import Schedule
 from .v_shape import v_half, v_min, zbv
 

@@ -3,25 +3,22 @@ to the bound.
 """
 
 import inspect
-import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from operator import add
 from typing import Any, NamedTuple
 
-from ppfunc._checks import require_counts, require_type, show_table
+from ppfunc._checks import require_counts, require_number, require_type, show_table
 
 from ..builders import BUILDERS, find_builder
 from ..collector import collector_paused
-from ..costs import SENT, Costs, Number, portion, require_costs
+from ..costs import Costs, Number, require_costs
 from ..formats.svg import Point, clipped, draw, number, short
 from ..instruction import RESIDUAL_OPS, Op
 from ..proof.certificate import check
 from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
-from .bounds import lower_bound
-from .placements import costs_of_stages
+from .problem import lower_bound
 
 _HEAD = ("schedule", "makespan", "bubble", "of span", "peak", "messages", "held", "over bound")
 
@@ -30,8 +27,8 @@ class ScheduleFigures(NamedTuple):
     """The figures of one schedule.
 
     Args:
-        name: of the schedule.
-        timeline: its run on paper, in the unit of the costs.
+        name: name of the schedule.
+        timeline: run on paper, in the unit of the costs.
         peak_activations: most on any rank, in those of one microbatch in one rank's share of the model.
         messages: point-to-point messages in a step.
         parameters: most on any rank, in one rank's share of the model: 2 where every rank holds two shares.
@@ -51,7 +48,11 @@ class ScheduleFigures(NamedTuple):
 
     @property
     def gap(self) -> float | None:
-        """Return the distance to the lower bound, as a share of it; None without a bound."""
+        """Return the distance to the lower bound as a share of it.
+
+        Returns:
+            The share; None without a bound.
+        """
         return (
             None
             if self.bound is None
@@ -66,7 +67,7 @@ class Overview:
     """Schedules side by side, the shortest first; ``str`` is a table.
 
     Args:
-        ranks, microbatches: of all of them.
+        ranks, microbatches: numbers of ranks and microbatches of all schedules.
         rows: the figures of each.
         refused: name and reason of each schedule that these numbers do not allow.
         cap: memory of a rank, in the unit of the costs; None for no limit.
@@ -103,6 +104,20 @@ class Overview:
         """Tell whether a schedule takes more memory than the cap."""
         return self.cap is not None and row.memory > self.cap
 
+    def figures(self) -> dict[str, Any]:
+        """Return all figures as one JSON object, times as the costs have them."""
+        of_time = ("makespan", "span", "bubble", "span_bubble")
+        of_row = ("peak_activations", "messages", "parameters", "memory", "bound", "gap")
+        rows = [
+            {"name": row.name}
+            | {name: getattr(row.timeline, name) for name in of_time}
+            | {name: getattr(row, name) for name in of_row}
+            | {"over_cap": self.exceeds(row)}
+            for row in self.rows
+        ]
+        head = {"ranks": self.ranks, "microbatches": self.microbatches, "cap": self.cap}
+        return {**head, "schedules": rows, "left_out": dict(self.refused)}
+
     @staticmethod
     def _cells(row: ScheduleFigures) -> tuple[str, ...]:
         time = row.timeline
@@ -129,23 +144,21 @@ def compare_schedules(
     cap: Number | None = None,
     chunks: int = 2,
 ) -> Overview:
-    """Run schedules on paper for the same model, whatever the number of stages that each cuts it into.
+    """Run schedules on paper for the same model, in as many stages as each schedule has.
 
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches of a step.
         schedules: names as of :func:`ppfunc.schedule.find_builder`, or schedules; by default all
             builders with a backward.
-        costs: one number for all is that of one rank's share of the model, a p-th of it; by default F = I = W
-            = 1. A sequence has a number for each stage of the model, in order. A schedule with fewer stages
-            joins neighbours. One with more stages cuts each into equal parts. A part sends as many bytes as
-            the whole, a part of the last stage as many as it receives. Replicas cost as much as their stage.
+        costs: times and sizes of one rank's share of the model, a p-th of it; by default F = I = W = 1. A
+            sequence has a number for each stage of the model, in order; replicas cost as much as their stage.
         cap: memory of a rank, in the unit of the costs, for schedules that are built for one.
         chunks: stages per rank, of schedules that let the caller choose.
 
     Raises:
         ValueError: a schedule for other numbers, an unknown name, schedules with and without backward, costs
-            for a number of stages that no schedule can have.
+            for another number of stages.
 
     >>> print(compare_schedules(4, 8, ["1f1b", "zb_h1", "dualpipe"]))
     schedule  makespan  bubble  of span  peak  messages  held  over bound
@@ -155,33 +168,27 @@ def compare_schedules(
     """
     require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
     costs = require_costs(costs)
-    if cap is not None and (
-        not isinstance(cap, (int, float, Fraction)) or isinstance(cap, bool) or not cap >= 0
-    ):
-        raise ValueError(f"cap: got {cap!r}, expected the memory of a rank, a number from 0")
-    schedules = schedules if schedules is None else _items(schedules)
+    if cap is not None:
+        require_number("cap", cap)
     rows: list[ScheduleFigures] = []
     refused = []
-    for item in BUILDERS if schedules is None else schedules:
-        name = _canonical(item) if isinstance(item, str) else item.name
+    for item in BUILDERS if schedules is None else _items(schedules):
+        name = item if isinstance(item, str) else item.name
         try:
-            schedule = (
-                _built(name, ranks, microbatches, costs, cap, chunks)
-                if isinstance(item, str)
-                else _checked(item)
-            )
+            if isinstance(item, str):
+                schedule = _built(item, ranks, microbatches, costs, cap, chunks)
+            else:
+                check(schedule := item)
             if schedules is not None or not schedule.forward_only:
-                rows.append(_figures(name, schedule, _stage_costs(costs, schedule), cap))
+                rows.append(_figures(schedule, _costs_of(schedule, costs), cap))
         except ValueError as error:
             if schedules is not None:
                 raise (error if isinstance(item, Schedule) else ValueError(f"{name}: {error}")) from None
             refused.append((name, str(error)))
+    if not rows:
+        raise ValueError(refused[0][1] if refused else "schedules: got an empty list, expected a schedule")
     for row in rows:
         _require_same(row.timeline.schedule, ranks, microbatches, rows[0].timeline.schedule)
-    if not rows:
-        raise ValueError(
-            refused[0][1] if refused else "schedules: got an empty list, expected at least one schedule"
-        )
     rows.sort(key=lambda row: row.timeline.makespan)
     return Overview(ranks, microbatches, tuple(rows), tuple(refused), cap)
 
@@ -193,7 +200,7 @@ def to_scatter(overview: Overview, *, width: float | None = None) -> str:
     out by their colour.
 
     Args:
-        width: of the picture, in pixels from 720 to 100000; by default 900.
+        width: width of the picture in pixels, from 720 to 100000; by default 900.
 
     Raises:
         ValueError: a width out of range.
@@ -223,42 +230,31 @@ def _name(row: ScheduleFigures) -> str:
     return name if row.parameters <= 1 else f"{name} ({number(row.parameters)} x parameters)"
 
 
-def _items(schedules: Any) -> list[str | Schedule]:
-    expected = "expected a list of names and schedules"
-    if isinstance(schedules, str | Schedule) or not isinstance(schedules, Iterable):
-        raise TypeError(
-            f"schedules: got {reprlib.repr(schedules)}, {expected}, such as [{reprlib.repr(schedules)}]"
-        )
+def _items(schedules: Iterable[str | Schedule]) -> list[str | Schedule]:
+    expected = "a list of names and schedules, such as ['1f1b']"
+    if isinstance(schedules, str):
+        raise TypeError(f"schedules: got {schedules!r}, expected {expected}")
+    require_type("schedules", schedules, Iterable, expected)
     items = list(schedules)
-    if wrong := [item for item in items if not isinstance(item, str | Schedule)]:
-        raise TypeError(f"schedules: got an item of type {type(wrong[0]).__name__}, {expected}")
+    for item in items:
+        require_type("schedules", item, str | Schedule, expected)
     return items
-
-
-def _canonical(name: str) -> str:
-    build = find_builder(name)
-    return next(known for known, builder in BUILDERS.items() if builder is build)
 
 
 def _built(
     name: str, ranks: int, microbatches: int, costs: Costs, cap: Number | None, chunks: int
 ) -> Schedule:
-    """Build a schedule; one that is made for costs gets those of its stages."""
-    build = BUILDERS[name]
+    """Build a schedule; a builder that takes costs gets the costs of its stages."""
+    build = find_builder(name)
     taken = inspect.signature(build).parameters
     options = {"chunks": chunks} if "chunks" in taken else {}
     schedule = build(ranks, microbatches, **options)
     if "costs" in taken:
-        schedule = build(ranks, microbatches, cap=cap, costs=_stage_costs(costs, schedule), **options)
+        return build(ranks, microbatches, cap=cap, costs=_costs_of(schedule, costs), **options)
     if schedule.microbatches == ranks * microbatches and ranks > 1:  # each rank has microbatches of its own
         if microbatches % ranks:
             raise ValueError(f"microbatches = {microbatches}, expected a multiple of the {ranks} ranks")
-        schedule = build(ranks, microbatches // ranks, **options)
-    return schedule
-
-
-def _checked(schedule: Schedule) -> Schedule:
-    check(schedule)
+        return build(ranks, microbatches // ranks, **options)
     return schedule
 
 
@@ -273,7 +269,7 @@ def _require_same(schedule: Schedule, ranks: int, microbatches: int, first: Sche
         )
 
 
-def _figures(name: str, schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFigures:
+def _figures(schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFigures:
     timeline = simulate(schedule, costs)
     held = [
         sum(costs.of("parameters", s) for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)
@@ -287,7 +283,7 @@ def _figures(name: str, schedule: Schedule, costs: Costs, cap: Number | None) ->
         sum(size[stage] for stage in schedule.model_stages_of(rank)) for rank in range(schedule.ranks)
     )
     return ScheduleFigures(
-        name=name,
+        name=schedule.name,
         timeline=timeline,
         peak_activations=float(max(timeline.peak_activations) / activation) if activation else 0.0,
         messages=_messages(schedule),
@@ -303,7 +299,11 @@ def _messages(schedule: Schedule) -> int:
 
 
 def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Number | None:
-    """Return the least makespan of any order of the placement of a schedule; None where no bound is known."""
+    """Return the least makespan of any order of the placement of a schedule.
+
+    Returns:
+        The bound; None for several chains, for overlapped pairs with own costs, and without backwards.
+    """
     paired = Op.OVERLAP_F_B in schedule.ops and costs.overlapped is not None
     if len(schedule.chains) > 1 or paired or schedule.forward_only:
         return None
@@ -320,46 +320,20 @@ def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Numb
     return lower_bound(least, schedule.placement, schedule.microbatches, cap, "makespan").value
 
 
-def _stage_costs(costs: Costs, schedule: Schedule) -> Costs:
-    """Return the costs of every stage of ``schedule`` from those of the model."""
-    wanted = len(set(schedule.model_stages))
-    values = vars(costs).values()
-    if not any(isinstance(value, Sequence | Mapping) for value in values):
-        return costs.per_rank(schedule)
-    sizes = {len(value) for value in values if isinstance(value, Sequence)} or {schedule.ranks}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"costs are given for {' and for '.join(map(str, sorted(sizes)))} stages, expected one number of"
-            " stages"
-        )
-    (count,) = sizes
-    costs.fitting(count)
-    if wanted % count and count % wanted:
-        raise ValueError(
-            f"costs for {count} stages are not those of the {wanted} stages of {schedule.name}: expected a"
-            " divisor or a multiple"
-        )
-    if wanted < count:
-        costs = costs_of_stages(costs, range(0, count + 1, count // wanted))
-    elif wanted > count:
-        costs = _pieces(costs, count, wanted // count)
-    return costs.of_stages(schedule.model_stages)
+def fitted(costs: Costs, schedule: Schedule) -> Costs:
+    """Return the costs of the stages of ``schedule``. Costs given per stage of the model serve all replicas.
 
-
-def _pieces(costs: Costs, count: int, pieces: int) -> Costs:
-    """Cut each stage into equal pieces.
-
-    A piece sends as many bytes as its stage; a piece of the last stage that another follows, as many as that
-    stage receives.
+    Raises:
+        ValueError: costs for another number of stages.
     """
-    whole = [stage for stage in range(count) for _ in range(pieces)]
-    inner = [*whole[: count * pieces - pieces], *[max(count - 2, 0)] * (pieces - 1), count - 1]
-    cut: dict[str, list[Number]] = {}
-    for name, value in vars(costs).items():
-        if name in SENT and value is not None:
-            cut[name] = [costs.of(name, stage) for stage in inner]
-        elif value is not None:
-            parts = 1 if name in ("weight_share", "checkpoint") else pieces
-            values = (costs.of(name, stage) for stage in whole)
-            cut[name] = [value if value is None else portion(value, 1, parts) for value in values]
-    return replace(costs, **cut)
+    model = len(set(schedule.model_stages))
+    lengths = {len(value) for value in vars(costs).values() if isinstance(value, Sequence)}
+    if schedule.replicas and lengths == {model}:
+        return costs.of_stages(schedule.model_stages)
+    return costs.fitting(schedule.stages)
+
+
+def _costs_of(schedule: Schedule, costs: Costs) -> Costs:
+    """Return the costs of the stages of ``schedule``; a number for all stages is for a rank's share."""
+    per_stage = any(isinstance(value, Sequence | Mapping) for value in vars(costs).values())
+    return fitted(costs, schedule) if per_stage else costs.per_rank(schedule)

@@ -2,44 +2,40 @@
 
 The way of a plan, and where each part lives:
 
-* ``placements``: which stage is where, which layers it has, and what it costs;
-* ``problem``: the numbers of one placement; :mod:`ppfunc.schedule.planner.bounds`: what no schedule can beat;
-* ``orders``: a schedule as one word per rank, the rules of both directions of time, and the run of an order;
-* ``starts``: orders to start from, of the builders, of a microbatch that repeats, and of residuals that stay,
-  move to the host or are computed again;
-* ``search``: replays backwards and forwards in time, in which operations overtake where data and memory let
-  them, and random delays, until the bound is met or the effort is used up.
+* here: which stage is where, and what it costs;
+* ``problem``: the numbers of one placement, and what no schedule can beat;
+* ``replay``: a schedule as one word per rank, the rules of both directions of time, the run of an order, and
+  replays backwards and forwards in time, in which operations overtake where data and memory let them;
+* ``search``: orders to start from, of the builders, of a microbatch that repeats, and of residuals that stay,
+  move to the host or are computed again; replays of these, and random delays, until the bound is met or the
+  effort is used up.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from math import inf
-from numbers import Real
-from operator import itemgetter
-from typing import Any, NamedTuple, Self
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
-from ppfunc._checks import naming_arguments
-from ppfunc.parallel.partition import Partition
+from ppfunc._checks import naming_arguments, require_counts, require_positive
+from ppfunc.parallel.topology import Placement, explicit, loop, v_shape
 
 from ..collector import collector_paused
-from ..costs import Costs, Number, require_costs
+from ..costs import OF_THE_MODEL, Costs, Number, exact_portion, require_costs
 from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
-from .bounds import Bound, bound_of
-from .orders import Order, choices_of, directions, evaluate, fits, schedule_of
-from .placements import Candidate, Style, candidates
-from .problem import Cap, Objective, Problem, problem_of
-from .search import Search
-from .starts import all_again, builder_orders, residual_orders, spaced_orders
+from .problem import Bound, Cap, Objective, Problem, bound_of, problem_of
+from .replay import schedule_of
+from .search import Given, Search, builder_orders, given_orders, residual_orders, spaced_orders
 
 Progress = Callable[[float, Number, Number], bool | None]
 """``progress(share of the effort, best value, its bound)``; the search stops where it returns True."""
+Style = Literal["loop", "v", "any"]
 
 _REPLAYS, _LEAST, _MOST = 200, 1_000_000, 10_000_000  # replays of all operations; operations
 _SEVERAL = 1.2  # times the effort, where several placements share it
-_WIDER, _LESS = (1.5, 2), 0.3  # times the cap of plans whose residuals then go, and their share of the effort
+_WIDER = (1, 1), (1.5, 0.3), (2, 0.3)  # times the cap of plans whose residuals then go, share of the effort
 
 
 @dataclass(frozen=True, repr=False)
@@ -47,17 +43,16 @@ class Plan:
     """A schedule, how long it takes on paper, and how much shorter another one could be at most.
 
     Args:
-        schedule: of compute, with I and W apart, and of copies of residuals.
-        value: its makespan or its span, as ``objective`` says.
+        schedule: compute, with I and W apart, and copies of residuals.
+        value: makespan or span of the schedule, as ``objective`` says.
         bound: the least value of any schedule of the placement under the cap, with its reason.
         gap: ``value / bound - 1``; 0 where the schedule is proved optimal.
-        memory: per rank, peak of activations plus parameters, in the unit of the costs.
+        memory: peak of activations plus parameters of each rank, in the unit of the costs.
         timeline: the run on paper.
         objective: ``"makespan"`` or ``"span"``.
         placement: name of the placement.
         found: the builder or the search that found it.
         costs: the costs of its stages.
-        partition: the layers of its stages, None where layers were not given.
     """
 
     schedule: Schedule
@@ -70,7 +65,6 @@ class Plan:
     placement: str
     found: str
     costs: Costs
-    partition: Partition | None
 
     def __repr__(self) -> str:
         return f"Plan({self.placement}, {self})"
@@ -82,7 +76,6 @@ class Plan:
             f"{self.objective} {float(self.value):.6g}, "
             f"bound {float(self.bound.value):.6g} ({self.bound.name}, rank {self.bound.rank}), {proof}, "
             f"bubble {float(bubble):.4f}, memory {float(max(self.memory)):g}"
-            + ("" if self.partition is None else f", layers {' '.join(map(str, self.partition.sizes))}")
         )
 
     @property
@@ -100,7 +93,6 @@ def plan(
     cap: Cap = None,
     placement: Style | Sequence[int] = "any",
     chunks: int | Sequence[int] | None = None,
-    layers: int | None = None,
     objective: Objective = "makespan",
     effort: float = 1,
     progress: Progress | None = None,
@@ -116,19 +108,17 @@ def plan(
     Args:
         ranks: number of ranks p.
         microbatches: number of microbatches m.
-        costs: times, messages and memory of each stage, or of each layer with ``layers``. Numbers that are
-            the same for all stages allow several numbers of chunks: they are for the first of these, and
-            smaller in proportion if a rank has more stages, where ``ppfunc plan`` takes them per rank.
-            Messages keep their size.
+        costs: times, messages and memory of each stage. Numbers that are the same for all stages allow
+            several numbers of chunks: they are for the first of these, and smaller in proportion if a rank
+            has more stages, where ``ppfunc plan`` takes them per rank. Messages keep their size.
         cap: memory of a rank for activations and parameters, in the unit of the costs, one number or one per
             rank; None for no limit.
-        placement: ``"loop"``, ``"v"``, ``"wave"``, ``"any"`` of them, or the rank of every stage.
+        placement: ``"loop"``, ``"v"``, ``"any"`` of both, or the rank of every stage.
         chunks: stages per rank, one number or several to choose from; by default as many as the costs have
-            stages, else 1 for a loop, 2 for a wave, 1 to 4 for any.
-        layers: number of layers; the plan also cuts them into stages.
+            stages, else 1 for a loop, 2 for a V, 1 to 4 for any.
         objective: ``"makespan"``, from 0 to the last end, or ``"span"``, the largest over the ranks of last
             end minus first start.
-        effort: how long to search; 1 takes some two seconds for 8 ranks and 24 microbatches, 2 twice that.
+        effort: length of the search; 1 takes some two seconds for 8 ranks and 24 microbatches, 2 twice that.
         progress: called as ``progress(share of the effort, best value, bound)``; the search stops where it
             returns True.
 
@@ -145,196 +135,211 @@ def plan(
     Plan(loop of 1, span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4)
     """
     costs = require_costs(costs)
-    if isinstance(effort, bool) or not isinstance(effort, Real) or not 0 < effort < inf:
-        raise ValueError(f"effort is {effort!r}, expected a finite number above 0")
+    require_positive(effort=effort)
     if costs.overlapped is not None:
         raise ValueError("overlapped is given, but a plan overlaps nothing: leave it out")
     if costs.backward is not None:
         raise ValueError(
             "backward is given, but a plan has I and W apart: give backward_input and backward_weight only"
         )
-    still = replace(costs, recompute=None, offload=None, fetch=None)
-    costs = still if cap is None else costs  # all can stay
-    found = candidates(ranks, microbatches, costs, placement, chunks, layers, cap, objective)
-    bases: list[Plan] = []
-    if costs != still:
-        options = {"placement": placement, "chunks": chunks, "layers": layers, "objective": objective}
-        bases = list(_bases(ranks, microbatches, costs, still, cap, effort, options))
-    effort *= _SEVERAL if len(found) > 1 else 1
-    with collector_paused():
-        attempts: list[_Attempt] = []
-        stop = _reporter(attempts, effort, progress)
-        attempts += [
-            _Attempt.of(*entry, cap, effort, stop, bases)
-            for entry in _fitting(found, microbatches, cap, objective)
-        ]
-        best, sure = _best(attempts, effort).plan(), min(attempts, key=lambda attempt: attempt.given_value)
-        return best if best.value <= sure.given_value else sure.plan()
+    if cap is None:
+        costs = replace(costs, recompute=None, offload=None, fetch=None)  # all can stay
+    shapes = _shapes(ranks, costs, placement, chunks)
+    problems = _Problem.fitting(shapes, costs, microbatches, cap, objective)
+    return _search(problems, cap, effort, progress)
 
 
-def _fitting(
-    found: list[Candidate], microbatches: int, cap: Cap, objective: Objective
-) -> list[tuple[Candidate, Problem, Bound]]:
-    """List the candidates of which one microbatch fits in the cap, least bound first."""
-    fitting: list[tuple[Candidate, Problem, Bound]] = []
-    refused: ValueError | None = None
-    for candidate in found:
-        try:
-            p = problem_of(candidate.costs, candidate.placement, microbatches, cap, objective)
-        except ValueError as error:
-            refused = error
-        else:
-            fitting.append((candidate, p, bound_of(p)))
-    if refused and not fitting:
-        raise refused
-    return sorted(fitting, key=lambda entry: entry[2].value)
+def _shapes(
+    ranks: int, costs: Costs, placement: Style | Sequence[int], chunks: int | Sequence[int] | None
+) -> dict[str, Placement]:
+    """Return the placements that are asked for, by name."""
+    require_counts(ranks=ranks)
+    if isinstance(placement, Sequence) and not isinstance(placement, str):
+        place = explicit(placement)
+        if max(place) + 1 != ranks:
+            raise ValueError(f"placement has {max(place) + 1} ranks, expected {ranks}")
+        if chunks is not None:
+            raise ValueError(
+                f"chunks is {chunks!r}, but the placement is given rank by rank: leave chunks out"
+            )
+        return {"explicit": place}
+    shapes: dict[str, Placement] = {}
+    for v in chunk_counts(ranks, costs, placement, chunks):
+        if v == 1 or placement in ("loop", "any"):
+            shapes[f"loop of {v}"] = loop(ranks, v)
+        if v > 1 and placement != "loop":
+            shapes["V" if v == 2 else f"wave of {v}"] = v_shape(ranks, v)
+    return shapes
 
 
-class _Attempt(NamedTuple):
-    """The search of one candidate.
+def chunk_counts(
+    ranks: int, costs: Costs, placement: str, chunks: int | Sequence[int] | None
+) -> Sequence[int]:
+    """List the numbers of stages per rank to try."""
+    styles = {"loop": [1], "v": [2], "any": [1, 2, 3, 4]}
+    if not isinstance(placement, str) or placement not in styles:
+        raise ValueError(
+            f"placement is {placement!r}, expected 'loop', 'v', 'any' or the rank of every stage"
+        )
+    values = vars(costs).values()
+    sizes = {len(value) for value in values if isinstance(value, Sequence)}
+    if chunks is not None:
+        counts = list(chunks) if isinstance(chunks, Sequence) and not isinstance(chunks, str) else [chunks]
+    elif sizes:
+        stages = max(sizes)
+        if not stages or stages % ranks:
+            raise ValueError(f"costs are given for {stages} stages, expected a multiple of {ranks} ranks")
+        counts = [stages // ranks]
+    else:
+        counts = styles[placement]
+    if not counts:
+        raise ValueError("chunks names no number, expected one or several, such as range(1, 5)")
+    for v in counts:
+        require_counts(chunks=v)
+    if len(counts) > 1 and any(isinstance(value, Sequence | Mapping) for value in values):
+        raise ValueError("costs are given per stage, but chunks allows several numbers of stages: name one")
+    return counts
 
-    Args:
-        candidate: the placement with the costs of its stages.
-        problem: its numbers.
-        bound: the lower bound.
-        given: the shortest of the orders to start from, with its value and name.
-        search: of the problem.
-    """
 
-    candidate: Candidate
-    problem: Problem
+def shared_costs(costs: Costs, stages: int, wanted: int) -> Costs:
+    """Convert the costs of a stage of a model in ``stages`` equal stages to a model in ``wanted`` stages."""
+    values = {name: getattr(costs, name) for name in OF_THE_MODEL if stages != wanted}
+    if several := [name for name, value in values.items() if isinstance(value, Sequence | Mapping)]:
+        raise ValueError(
+            f"{several[0]} is {values[several[0]]!r}, expected one number: that of a rank's share"
+        )
+    portions = {n: exact_portion(v, stages, wanted) for n, v in values.items() if v is not None}
+    return replace(costs, **portions)
+
+
+class _Problem(NamedTuple):
+    """A placement with the costs of its stages, its numbers and its lower bound."""
+
+    name: str
+    costs: Costs
+    numbers: Problem
     bound: Bound
-    given: tuple[Number, str, Order]
-    search: Search
 
     @classmethod
-    def of(
-        cls,
-        candidate: Candidate,
-        p: Problem,
-        bound: Bound,
-        cap: Cap,
-        effort: float,
-        stop: Callable[[], bool],
-        bases: Sequence[Plan] = (),
-    ) -> Self:
-        forwards, _ = directions(p)
-        given = _in_turns(list(_based(p, bases, candidate.name)))
-        for orders in (builder_orders(p, forwards, candidate.costs, cap), spaced_orders(p, forwards)):
-            timed = ((evaluate(forwards, order), name, order) for name, order in orders)
-            runs = ((timing.value, name, order) for timing, name, order in timed if timing)
-            given += sorted(runs, key=itemgetter(0))
-        starts = [(name, order) for _, name, order in given]
-        search = Search(p, bound.value * p.ticks, effort * _operations(p), starts, stop)
-        return cls(candidate, p, bound, min(given, key=itemgetter(0)), search)
+    def fitting(
+        cls, shapes: Mapping[str, Placement], costs: Costs, microbatches: int, cap: Cap, objective: Objective
+    ) -> list["_Problem"]:
+        """List the placements in which one microbatch fits in the cap, least bound first.
+
+        Raises:
+            ValueError: it fits in none.
+        """
+        least = min(map(len, shapes.values()))
+        fitting: list[_Problem] = []
+        refused: ValueError | None = None
+        for name, place in shapes.items():
+            stages = shared_costs(costs, least, len(place))
+            try:
+                p = problem_of(stages, place, microbatches, cap, objective)
+            except ValueError as error:
+                refused = error
+            else:
+                fitting.append(cls(name, stages, p, bound_of(p)))
+        if refused and not fitting:
+            raise refused
+        return sorted(fitting, key=lambda problem: problem.bound.value)
 
     @property
-    def given_value(self) -> Number:
-        """Return the value of the shortest given order, in the unit of the costs."""
-        return self.problem.time_of(self.given[0])
+    def operations(self) -> int:
+        """Count the operations that an effort of 1 replays."""
+        p = self.numbers
+        return min(max(_LEAST, _REPLAYS * 3 * len(p.place) * p.microbatches), _MOST)
 
-    @property
-    def value(self) -> Number:
-        best = self.search.best.value
-        return self.given_value if best == inf else min(self.given_value, self.problem.time_of(best))
+    def given(self, cap: Cap, effort: float) -> list[Given]:
+        """List the orders to start from, the most promising first."""
+        p, found = self.numbers, list[Given]()
+        for policy, limit, share in _policies(p, cap) if p.flexible else ():
+            bound, operations = bound_of(policy).value * p.ticks, share * effort * self.operations
+            search = Search(policy, bound, operations, _starts(policy, self.costs, limit), lambda: False)
+            search.advance(operations)
+            base = search.best
+            orders = residual_orders(p, schedule_of(policy, base.order))
+            found += given_orders(p, ((f"{base.name}{way}", order) for way, order in orders))
+        return _in_turns(found) + _starts(p, self.costs, cap)
 
-    def plan(self) -> Plan:
-        search, best = self.search, self.search.best.order
-        timing = evaluate(directions(self.problem, choices_of(self.problem, best))[0], best) if best else None
-        found = [self.given, *([(timing.value, search.found, search.best.order)] if timing else [])]
-        _, name, order = min(found, key=itemgetter(0))
-        return _finished(self.candidate, self.problem, self.bound, order, name)
-
-
-def _bases(
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    still: Costs,
-    cap: Cap,
-    effort: float,
-    options: dict[str, Any],
-) -> Iterator[Plan]:
-    """Plan without choices: what stays under the cap, under larger ones and without; all computed again."""
-    wider = [
-        [x * limit for limit in cap] if isinstance(cap, Sequence) else x * cap
-        for x in _WIDER
-        if cap is not None
-    ]
-    problems = [(still, cap, 1), *((still, each, _LESS) for each in wider), (still, None, 1)]
-    for each, limit, share in (*problems, *all_again(costs, still, cap)):
-        with suppress(ValueError):  # this policy does not fit
-            yield plan(ranks, microbatches, each, cap=limit, effort=effort * share, **options)
+    def plan(self, best: Given) -> Plan:
+        """Write the best order as a plan."""
+        p, schedule = self.numbers, schedule_of(self.numbers, best.order)
+        timeline = simulate(schedule, self.costs)
+        value = timeline.makespan if p.objective == "makespan" else timeline.span
+        taken = [sum(self.costs.of("parameters", s) for s in stages) for stages in p.stages_by_rank]
+        memory = tuple(a + b for a, b in zip(timeline.peak_activations, taken, strict=True))
+        gap = max(0.0, float(value / self.bound.value) - 1) if self.bound.value else 0.0
+        rest = (timeline, p.objective, self.name, best.name, self.costs)
+        return Plan(schedule, value, self.bound, gap, memory, *rest)
 
 
-def _based(p: Problem, bases: Sequence[Plan], placement: str) -> Iterator[tuple[Number, str, Order]]:
-    """Yield value, name and order of those that follow from plans of the same placement, and fit."""
-    for base in (base for base in bases if base.placement == placement):
-        for name, order in residual_orders(p, base.schedule):
-            forwards, _ = directions(p, choices_of(p, order))
-            if fits(forwards, order) and (timing := evaluate(forwards, order)):
-                yield timing.value, f"{base.found}, {name}" if name else base.found, order
-
-
-def _in_turns(given: list[tuple[Number, str, Order]]) -> list[tuple[Number, str, Order]]:
-    """Sort orders so that those of every way come in turn, the shortest first."""
-    ways: dict[str, list[tuple[Number, str, Order]]] = {}
-    for entry in sorted(given, key=itemgetter(0)):
-        ways.setdefault(entry[1].rpartition(", ")[2], []).append(entry)
-    return [entry for turn in zip_longest(*ways.values()) for entry in turn if entry]
-
-
-def _operations(p: Problem) -> int:
-    """Count the operations that an effort of 1 replays."""
-    return min(max(_LEAST, _REPLAYS * 3 * len(p.place) * p.microbatches), _MOST)
-
-
-def _reporter(attempts: list[_Attempt], effort: float, progress: Progress | None) -> Callable[[], bool]:
-    """Return a callback that reports the progress of all searches and tells if the caller wants to stop."""
+@collector_paused()
+def _search(problems: Sequence[_Problem], cap: Cap, effort: float, progress: Progress | None) -> Plan:
+    """Search all problems for a while, the better half for longer, and halve again until a single problem is
+    left.
+    """
+    effort *= _SEVERAL if len(problems) > 1 else 1
+    searches: list[tuple[_Problem, Search]] = []
     stopped = False
+
+    def value(entry: tuple[_Problem, Search]) -> Number:
+        problem, search = entry
+        return problem.numbers.time_of(search.best.value)
 
     def stop() -> bool:
         nonlocal stopped
-        assert progress
-        if not stopped:
-            best = min(attempts, key=lambda attempt: attempt.value)
-            budget = effort * sum(_operations(attempt.problem) for attempt in attempts) / len(attempts)
-            share = sum(attempt.search.spent for attempt in attempts) / budget
-            stopped = bool(progress(min(1.0, share), best.value, best.bound.value))
+        if progress and not stopped:
+            entry = min(searches, key=value)
+            share = sum(search.spent / search.operations for _, search in searches)
+            stopped = bool(progress(min(1.0, share), value(entry), entry[0].bound.value))
         return stopped
 
-    return stop if progress else lambda: False
-
-
-def _best(attempts: list[_Attempt], effort: float) -> _Attempt:
-    """Search all candidates for a while, the better half of them for longer, and so on until one is left."""
-    rounds = (len(attempts) - 1).bit_length() + 1
+    for problem in problems:
+        bound, operations = problem.bound.value * problem.numbers.ticks, effort * problem.operations
+        given = problem.given(cap, effort / len(problems))
+        searches.append((problem, Search(problem.numbers, bound, operations, given, stop)))
+    left, rounds = searches, (len(searches) - 1).bit_length() + 1
     for _ in range(rounds):
-        least = inf
-        for attempt in attempts:
-            if attempt.bound.value < least and attempt.given_value > attempt.bound.value:
-                attempt.search.advance(effort * _operations(attempt.problem) / rounds / len(attempts))
-            least = min(least, attempt.value)
-        attempts = sorted(attempts, key=lambda attempt: attempt.value)[: (len(attempts) + 1) // 2]
-    return attempts[0]
+        least: Number = inf
+        for problem, search in left:
+            if problem.bound.value < least:
+                search.advance(search.operations / rounds / len(left))
+            least = min(least, value((problem, search)))
+        left = sorted(left, key=value)[: (len(left) + 1) // 2]
+    problem, search = left[0]
+    return problem.plan(search.best)
 
 
-def _finished(candidate: Candidate, p: Problem, bound: Bound, order: Order, found: str) -> Plan:
-    schedule = schedule_of(p, order)
-    timeline = simulate(schedule, candidate.costs)
-    value = timeline.makespan if p.objective == "makespan" else timeline.span
-    taken = [sum(candidate.costs.of("parameters", s) for s in stages) for stages in p.stages_by_rank]
-    memory = tuple(a + b for a, b in zip(timeline.peak_activations, taken, strict=True))
-    return Plan(
-        schedule,
-        value,
-        bound,
-        max(0.0, float(value / bound.value) - 1) if bound.value else 0.0,
-        memory,
-        timeline,
-        p.objective,
-        candidate.name,
-        found,
-        candidate.costs,
-        candidate.partition,
-    )
+def _starts(p: Problem, costs: Costs, cap: Cap) -> list[Given]:
+    """List the orders of builders, then the orders of a microbatch that repeats, the shortest first."""
+    kinds = builder_orders(p, costs, cap), spaced_orders(p)
+    return [each for named in kinds for each in sorted(given_orders(p, named), key=attrgetter("value"))]
+
+
+def _policies(p: Problem, cap: Cap) -> Iterator[tuple[Problem, Cap, float]]:
+    """Yield problems without choices, each with its cap and its share of the effort.
+
+    All residuals stay, under the cap, under larger ones and without; or all are computed again, in a whole
+    backward, with the memory that is left beside one microbatch.
+    """
+    none = (None,) * len(p.place)
+    still = p._replace(again=none, out=none)
+    for times, share in _WIDER:
+        wider = [times * limit for limit in cap] if isinstance(cap, Sequence) else times * (cap or 0)
+        yield still._replace(cap=tuple(int(times * room) for room in p.cap)), wider, share
+    yield p.roomy(), None, 1
+    room = tuple(limit - max(p.held) for limit in p.cap)
+    fits = all(sum(p.stub[s] for s in p.stages_by_rank[r]) <= left for r, left in enumerate(room))
+    if None not in p.again and fits:
+        whole = tuple(map(sum, zip(p.again, p.backward, p.weight, strict=True)))
+        still = still._replace(backward=whole, weight=(0,) * len(p.place))
+        yield still._replace(held=p.stub, kept=(0,) * len(p.place), cap=room), cap, 1
+
+
+def _in_turns(given: list[Given]) -> list[Given]:
+    """Sort orders by value, and take them from each way of residuals in turn."""
+    ways: dict[str, list[Given]] = {}
+    for entry in sorted(given, key=attrgetter("value")):
+        ways.setdefault(entry.name.rpartition(", ")[2], []).append(entry)
+    return [entry for turn in zip_longest(*ways.values()) for entry in turn if entry]

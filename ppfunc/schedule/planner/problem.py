@@ -1,15 +1,44 @@
-"""State a planning problem as plain numbers per stage: times and latencies in ticks, memory in whole
-units.
+"""State a planning problem as plain numbers per stage, and bound from below the time of all its schedules.
+
+Times and latencies are in ticks, memory is in whole units.
+
+Rank r holds the stages s_1 < ... < s_v (its chunks). One microbatch walks the *chain* F_0 ... F_S-1, I_S-1
+... I_0; ``start`` and ``end`` of an operation are its times on that way when nothing else runs. Nothing is
+lost by running the microbatches of every operation in order, and chunk j of a microbatch is in memory
+whenever chunk j + 1 is. Two windows of time are idle on r but for the work that memory lets in:
+
+* the **head**, from the first start of r to c(0), the first microbatch of an operation c of r. Until then the
+  others can only be at states that come before c, and what they hold fits in the cap; ``_most`` is the most
+  work in such states.
+* the **tail**, from the end of b(m - 1) to the start of d(m - 1), for operations b before d of r. What other
+  microbatches still have to do there is ``left(b)``, again the most work in states that fit, and what m - 1
+  itself may do there is known.
+
+From these follow three bounds: ``work``, all work of r with head and tail; ``path``, the end of c(m - 1) on
+r, before which all but ``left(c)`` and the rest of m - 1 is done, and the way of m - 1 from there to its last
+weight gradient; and ``cycle``, where memory for the forward of microbatch i comes from the backward of i - k,
+so that whole round trips follow each other.
+
+Where residuals may move or be computed again, a rank can hold any number of microbatches, so these three are
+those without a cap. A fourth, ``memory``, is the area of memory over time of a rank. Residuals of a stage
+take ``held`` from the start of F to the end of I: if they stay, that is at least the way from F to I on the
+chain; if they move, at least F, both copies and I; if they are computed again, F, F again and I, and their
+checkpoint in between. ``kept`` lasts for W at least. All of it lies within the span of the rank, so its sum
+is at most cap times span. To compute again takes time of the rank beside its other work, and copies take the
+time of a link in each direction; within the span there is room for so many of them. The most area that they
+can save is found apart for both, as a fractional knapsack; together they save no more than
+that. The least span in which the rest fits is the bound.
 """
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate, pairwise
 from math import lcm
 from numbers import Rational, Real
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-from ppfunc._checks import require_counts
-from ppfunc.parallel.placement import explicit, stages_of
+from ppfunc._checks import require_counts, require_type
+from ppfunc.parallel.topology import explicit, stages_of
 
 from ..costs import Costs, Number, exact_portion, require_costs
 
@@ -41,7 +70,7 @@ class Problem(NamedTuple):
         out, back: time of a copy of what is held to the host, and back; None where it may not move.
         stub: memory held between F and the start of the one that runs again.
         ticks: number of ticks in one unit of time.
-        objective: what is to be short, ``"makespan"`` or ``"span"``.
+        objective: time to minimise, ``"makespan"`` or ``"span"``.
     """
 
     place: tuple[int, ...]
@@ -189,3 +218,310 @@ def _limits(cap: Cap, ranks: int) -> Sequence[Number]:
         if not isinstance(limit, Real) or isinstance(limit, bool) or limit <= 0 or not limit < float("inf"):
             raise ValueError(f"cap is {limit!r}, expected a finite number above 0; leave it out for no limit")
     return limits
+
+
+_HALVINGS, _ROUNDED = 50, 1e-9  # of an interval of spans; share that sums of floats may be off
+
+
+class Bound(NamedTuple):
+    """A lower bound, and where it comes from.
+
+    Args:
+        value: no schedule is shorter.
+        name: ``"work"``, ``"path"``, ``"cycle"`` or ``"memory"``.
+        rank: the rank that binds.
+    """
+
+    value: Number
+    name: str
+    rank: int
+
+
+def lower_bound(
+    costs: Costs, placement: Sequence[int], microbatches: int, cap: Cap = None, objective: Objective = "span"
+) -> Bound:
+    """Return a lower bound of every schedule of a placement.
+
+    Args:
+        costs: times, messages, activations, their shares and parameters, per stage. Residuals may be computed
+            again, or move to the host, where it has ``recompute`` or ``offload``.
+        placement: rank of every stage; the stages form one chain.
+        microbatches: number of microbatches m.
+        cap: memory of a rank, one number or one per rank; None for no limit.
+        objective: ``"span"``, largest over the ranks of last end minus first start, or ``"makespan"``, the
+            last end.
+
+    Raises:
+        ValueError: an argument that is out of range, or a cap in which one microbatch does not fit.
+
+    References:
+        Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 3, for the work of one stage per rank.
+
+    >>> lower_bound(Costs(weight_share=1), range(4), microbatches=8, cap=4)
+    Bound(value=27, name='work', rank=0)
+    """
+    require_type("placement", placement, Iterable, "the rank of every stage")
+    return bound_of(problem_of(costs, placement, microbatches, cap, objective))
+
+
+def bound_of(problem: Problem) -> Bound:
+    """Return the lower bound of a problem: the best over all ranks."""
+    chain = _Path.of(problem)
+    areas = _areas(problem, chain) if problem.flexible else ()
+    if problem.flexible:
+        problem = problem.roomy()
+    stages, work = problem.stages_by_rank, problem.work
+    most = cache(_left), cache(_filled)  # equal for ranks with equal stages
+    bounds = (
+        bound
+        for rank in range(problem.ranks)
+        for bound in _bounds(problem, chain, stages, rank, work[rank], *most)
+    )
+    best = max((*bounds, *areas), key=lambda bound: bound.value)
+    return best._replace(value=problem.time_of(best.value))
+
+
+def _areas(p: Problem, chain: "_Path") -> Iterator[Bound]:
+    """Yield the bound of every rank by its memory over time, where residuals may go other ways."""
+    m, way = p.microbatches, [chain.end[-1 - s] - chain.start[s] for s in range(len(p.place))]  # F to I
+    for rank, (stages, work, cap) in enumerate(zip(p.stages_by_rank, p.work, p.cap, strict=True)):
+        stay = sum(p.held[s] * way[s] + p.kept[s] * p.weight[s] for s in stages) * m
+        again, moved = ([w for s in stages for w in ways(p, s, way[s])] for ways in (_again, _moved))
+        low, high = float(work), float(max(work, stay / cap if cap else 0))
+        for _ in range(_HALVINGS):
+            time = (low + high) / 2
+            saved = _saved(again, time - work, m) + _saved(moved, time, m)
+            low, high = (low, time) if stay - saved <= cap * time else (time, high)
+        value = low * (1 - _ROUNDED)
+        begin = chain.start[stages[0]] if p.objective == "makespan" else 0
+        yield Bound(begin + (int(value) if isinstance(work, int) else value), "memory", rank)
+
+
+def _again(p: Problem, s: int, way: Number) -> Iterator[tuple[Number, Number]]:
+    """Yield the time, and the area that it saves, to compute a microbatch again."""
+    if (time := p.again[s]) is not None:
+        apart = max(0, way - p.forward[s] - time - p.backward[s])
+        yield time, (p.held[s] - p.stub[s]) * apart
+
+
+def _moved(p: Problem, s: int, way: Number) -> Iterator[tuple[Number, Number]]:
+    """Yield (time of a link, memory x time saved) of offloading a microbatch: the mean of both ways."""
+    if (out := p.out[s]) is not None:
+        both = out + p.back[s]
+        yield both / 2, p.held[s] * max(0, way - p.forward[s] - both - p.backward[s])
+
+
+def _saved(ways: list[tuple[Number, Number]], time: Number, count: int) -> Number:
+    """Return the most that ``count`` of each way save, which take some time each, within a time."""
+    total = 0
+    for each, saved in sorted(ways, key=lambda way: way[0] / (way[1] or 1e-9)):
+        some = min(count, time / each) if each else count
+        total, time = total + some * saved, time - some * each
+    return total
+
+
+class _Path(NamedTuple):
+    """Start, end and time of the operations of one microbatch, F of stages 0, 1, ... and then I of stages
+    ..., 1, 0.
+    """
+
+    start: list[Number]
+    end: list[Number]
+    length: list[Number]
+
+    @classmethod
+    def of(cls, p: Problem) -> Self:
+        lengths = [*p.forward, *reversed(p.backward)]
+        gaps = [0, *p.down[:-1], 0, *p.up[:0:-1]]
+        end = list(accumulate(length + gap for length, gap in zip(lengths, gaps, strict=True)))
+        return cls([e - length for e, length in zip(end, lengths, strict=True)], end, lengths)
+
+
+class _Load(NamedTuple):
+    """The operations c = 0 .. 2v - 1 of a rank in the order of the chain: F of chunks 1 .. v, then I of
+    chunks v .. 1.
+
+    Args:
+        microbatches: number of microbatches m.
+        cap: memory of the rank.
+        length: time of each operation.
+        weight: time of W, per chunk.
+        held: memory from F to I, per chunk.
+        kept: the part of it that is held on until W, per chunk.
+    """
+
+    microbatches: int
+    cap: int
+    length: tuple[Number, ...]
+    weight: tuple[Number, ...]
+    held: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def chunks(self) -> int:
+        return len(self.weight)
+
+
+class _Window(NamedTuple):
+    """A rank's load, and the place in the chain, the start and the end of each of its operations."""
+
+    load: _Load
+    at: list[int]
+    start: list[Number]
+    end: list[Number]
+
+    @classmethod
+    def of(cls, p: Problem, chain: _Path, stages: Sequence[int], cap: int) -> Self:
+        at = [*stages, *(2 * len(p.place) - 1 - s for s in reversed(stages))]
+        start, end, length = ([times[c] for c in at] for times in chain)
+        weight, held, kept = (tuple(values[s] for s in stages) for values in (p.weight, p.held, p.kept))
+        return cls(_Load(p.microbatches, cap, tuple(length), weight, held, kept), at, start, end)
+
+
+def _bounds(
+    p: Problem,
+    chain: _Path,
+    stages: list[list[int]],
+    rank: int,
+    work: Number,
+    left_of: Callable[[_Load, int], Number],
+    filled_of: Callable[[_Load, int], Number],
+) -> Iterator[Bound]:
+    """Yield the bounds that follow from the windows of one rank."""
+    window = _Window.of(p, chain, stages[rank], p.cap[rank])
+    load = window.load
+    begin, codes = window.start[0], range(len(window.at))
+    finish = _finish(p, chain, stages, stages[rank][0])
+    left = [left_of(load, c) for c in codes]
+    heads = [max(0, window.start[c] - begin - filled_of(load, c)) for c in codes]
+    before = [
+        max(head for other, head in enumerate(heads) if other <= c or _must_start(load, other, c))
+        for c in codes
+    ]
+    idle = [max([before[d], *(before[b] + _tail(window, b, d, left[b]) for b in range(d))]) for d in codes]
+    yield Bound(work + max(*heads, *idle) + (begin if p.objective == "makespan" else 0), "work", rank)
+    rest = sum(load.weight)
+    for c in reversed(codes):
+        done = begin + max([before[c], *idle[1 : c + 1]]) + work - rest - left[c]
+        yield Bound(done + finish[window.at[c]] - window.end[c], "path", rank)
+        rest += load.length[c]
+    for j in range(1, load.chunks + 1):
+        for start in _cycles(window, heads, j):
+            yield Bound(begin + start + finish[window.at[-j]] - window.start[-j], "cycle", rank)
+
+
+def _finish(p: Problem, chain: _Path, stages: list[list[int]], first: int) -> list[Number]:
+    """Return, per operation of the chain, when the last W behind it ends if nothing else runs.
+
+    Under the span, an end counts from the first start of its own rank. Where that rank comes no later in the
+    chain than stage ``first``, it starts no later than on the chain; the ends of all others do not count.
+    """
+    last = len(p.place) - 1
+    ends = [chain.end[2 * last + 1 - s] + p.weight[s] for s in range(last + 1)]
+    if p.objective == "span":
+        ends = [
+            end - chain.start[stages[r][0]] if stages[r][0] <= first else 0
+            for end, r in zip(ends, p.place, strict=True)
+        ]
+    best = list(accumulate(ends, max))
+    return [best[-1]] * (last + 1) + best[::-1]
+
+
+def _most(states: Sequence[tuple[int, Number]], count: int, memory: int) -> Number:
+    """Maximise the work of ``count`` microbatches, in any mix of states (memory, work), within memory.
+
+    Equivalent to: ``count`` times the concave hull of the states at ``memory / count``.
+    """
+    hull: list[tuple[int, Number]] = []
+    for size, work in sorted(states):
+        if hull and work <= hull[-1][1]:
+            continue
+        if hull and hull[-1][0] == size:
+            hull.pop()
+        while len(hull) > 1 and (hull[-1][1] - hull[-2][1]) * (size - hull[-1][0]) <= (work - hull[-1][1]) * (
+            hull[-1][0] - hull[-2][0]
+        ):
+            hull.pop()
+        hull.append((size, work))
+    for (low, less), (high, more) in pairwise(hull):
+        if memory < count * high:
+            # Rounds down to whole units if times are whole.
+            a = (memory - count * low) * (more - less)
+            b = high - low
+            return count * less + (a // b if isinstance(a, int) else a / b)
+    return count * hull[-1][1]
+
+
+def _left(load: _Load, c: int) -> Number:
+    """Bound from above the work that other microbatches still have on the rank when c(m - 1) ends."""
+    v, length = load.chunks, load.length
+    states: list[tuple[int, Number]] = []
+    for q in range(c, 2 * v):
+        full = v if q < v else 2 * v - 1 - q
+        reached = min(q + 1, full)
+        memory = sum(load.held[:reached])
+        work = sum(length[q + 1 :]) + sum(load.weight[:full])
+        states.append((memory, work))
+        for _, kept, weight in sorted(_pending(load, full), key=lambda item: item[0]):
+            memory, work = memory + kept, work + weight
+            states.append((memory, work))
+    return _most(states, load.microbatches - 1, load.cap - sum(load.held[: min(c + 1, 2 * v - c)]))
+
+
+def _pending(load: _Load, full: int) -> Iterator[tuple[float, int, Number]]:
+    """List the W that may wait while the chunks up to ``full`` lack their I: memory by work, memory, work."""
+    for kept, weight in zip(load.kept[full:], load.weight[full:], strict=True):
+        if weight:
+            yield kept / weight, kept, weight
+
+
+def _filled(load: _Load, c: int) -> Number:
+    """Bound from above the work that the rank can do before c(0) starts."""
+    v, length = load.chunks, load.length
+    states: list[tuple[int, Number]] = [(0, 0)]
+    for q in range(c):
+        full = v if q < v else 2 * v - 1 - q
+        states.append((sum(load.held[: min(q + 1, full)]), sum(length[: q + 1]) + sum(load.weight[full:])))
+    memory = load.cap - (load.held[c] if c < v else 0)
+    return _most(states, load.microbatches, memory)
+
+
+def _must_start(load: _Load, later: int, c: int) -> bool:
+    """Tell whether memory forces ``later(0)``, later in the chain, to start before c(m - 1) ends."""
+    chunks = min(c + 1, 2 * load.chunks - max(load.chunks, later))
+    return load.microbatches * sum(load.held[:chunks]) > load.cap
+
+
+def _tail(window: _Window, b: int, d: int, left: Number) -> Number:
+    """Return the idle time forced between the end of b(m - 1) and the start of d(m - 1)."""
+    own = sum(window.load.length[b + 1 : d]) + sum(
+        window.load.weight[2 * window.load.chunks - d :] if d > window.load.chunks else ()
+    )
+    return max(0, window.start[d] - window.end[b] - own - left)
+
+
+def _cycles(window: _Window, heads: Sequence[Number], j: int) -> Iterator[Number]:
+    """Bound from below the start of I of chunk j of microbatch m - 1, by rounds of the first j chunks.
+
+    With room for K = j k + e of their activations, at most j i + e have been acquired when I(i - k) of chunk
+    j starts, and F(i) needs j (i + 1). So j - e of their F and I, and W where it holds all, lie between the
+    two: a round from I(i - k) to I(i).
+    """
+    load = window.load
+    v, length, m = load.chunks, load.length, load.microbatches
+    room = load.cap // min(load.held[:j]) if min(load.held[:j]) else m * v
+    k, e = divmod(room, j)
+    if k >= m:
+        return
+    forward, backward = length[:j], length[2 * v - j :]
+    weight = min(load.weight[:j]) if load.held[:j] == load.kept[:j] else 0
+    gap = window.start[-j] - window.end[j - 1]
+    round_trip = (
+        gap + length[j - 1] + length[-j] + (j - e - 1) * (min(forward) + min(backward)) + (j - e) * weight
+    )
+    for i in {(m - 1) % k, (m - 1) % k + k, m - 1}:
+        released = max(0, j * (i + 1) - room)
+        above = -(-released // j) * sum(length[j : 2 * v - j])
+        done = (i + 1) * sum(forward) + released * (min(backward) + weight) + above
+        head = max(heads[: v + 1]) if released else max(heads[:j])
+        yield head + done + gap + (m - 1 - i) // k * round_trip

@@ -1,208 +1,272 @@
-"""Search for the shortest order: double justification of many orders, then of the best one with random
-delays.
+"""Search for the shortest order: collect orders to start from, justify them, delay the best at random.
 
-A *replay* is a list schedule in an order: operations may overtake where data and memory let them. In time
-order, a rank that is free takes the first operation of its remaining order that is ready. One that comes
-later in the order may overtake only if the rest of the order then still keeps the cap, so a replay never gets
-stuck, and its result is again an order that fits. A rank runs ahead while the head of its order is ready,
-which nothing could overtake. Replaying an order backwards and forwards in turn is *double justification*: it
-pushes every operation to the end and then to the start.
-
-So every order that is tried fits its caps and never deadlocks. Work is counted in operations replayed, not in
-seconds, so that a search gives the same order everywhere.
-
-References:
-    Li and Willis, An iterative scheduling technique for resource-constrained project scheduling, EJOR 1992.
+Orders to start from are those of builders of the same placement, of a microbatch that repeats, and of plans
+whose residuals then stay, move to the host, or are computed again. Every order that is tried fits its caps
+and never deadlocks. Work is counted in operations replayed, not in seconds, so that a search gives the same
+order everywhere.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from heapq import heappop, heappush
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
-from math import inf
 from operator import attrgetter
 from random import Random
 from typing import NamedTuple
 
-from ..costs import Number
-from .orders import WEIGHT, Direction, Order, Word, choices_of, directions, evaluate
-from .problem import Problem
+from ppfunc.parallel.topology import stages_of
 
-Hold = Mapping[int, Number]
-"""``{item: time}``: how much later than it arrives an item counts as ready."""
+from ..builders import BUILDERS
+from ..costs import Costs, Number
+from ..instruction import Op
+from ..passes.rewrite import insert_offloads, insert_recomputes
+from ..schedule import Schedule
+from .problem import Cap, Problem
+from .replay import (
+    FORWARD,
+    INPUT,
+    LEAVE,
+    NO_HOLD,
+    RETURN,
+    WEIGHT,
+    Direction,
+    Hold,
+    Manner,
+    Order,
+    Replayed,
+    Word,
+    choices_of,
+    directions,
+    evaluate,
+    fits,
+    in_turn,
+    justify,
+    order_of,
+    replay,
+)
 
-NO_HOLD: Hold = {}
+# Of the work of the rank that has most, between the starts of two microbatches.
+_DISTANCES = (1, 1.1, 1.3, 1.65, 2.5)
 
 
-class Manner(NamedTuple):
-    """Choose how a replay picks the next operation.
+def builder_orders(p: Problem, costs: Costs, cap: Cap) -> Iterator[tuple[str, Order]]:
+    """Yield ``(name, order)`` of every builder with this placement."""
+    if len(p.place) % p.ranks:
+        return
+    options = {"chunks": len(p.place) // p.ranks, "costs": costs, "cap": cap}
+    for name in BUILDERS:
+        # The placement does not depend on the number of microbatches.
+        sample = build(name, p.ranks, 1, **options)
+        if sample is None or sample.placement == p.place:
+            schedule = build(name, p.ranks, p.microbatches, **options)
+            trains = schedule and len(schedule.chains) == 1 and not schedule.forward_only
+            if schedule and trains and schedule.placement == p.place:
+                yield name, order_of(schedule)
+
+
+def build(name: str, ranks: int, microbatches: int, **options: object) -> Schedule | None:
+    """Call a builder with the options that it takes.
+
+    Returns:
+        The schedule; None where the builder refuses these numbers.
+    """
+    builder = BUILDERS[name]
+    taken = inspect.signature(builder).parameters
+    try:
+        return builder(
+            ranks, microbatches, **{option: value for option, value in options.items() if option in taken}
+        )
+    except ValueError:
+        return None
+
+
+def spaced_orders(p: Problem) -> Iterator[tuple[str, Order]]:
+    """Yield ``(name, order)`` of a microbatch that repeats, at several distances in time.
+
+    Each operation of the microbatch starts as soon as its input is there, whatever else its rank does, and a
+    weight gradient right after its input gradient. Sorted by these times, an order cannot deadlock. The last
+    one runs all of a microbatch before the next, which fits in any cap.
+    """
+    starts: dict[int, Number] = {}
+    now: Number = 0
+    stages = range(len(p.place))
+    for stage in stages:
+        starts[5 * stage] = now
+        now += p.forward[stage] + p.down[stage]
+    for stage in reversed(stages):
+        starts[5 * stage + INPUT], now = now, now + p.backward[stage]
+        starts[5 * stage + WEIGHT], now = now, now + p.up[stage]
+    work, alone = max(p.work) / p.microbatches, 2 * (now + sum(p.weight))
+    for name, distance in [
+        *((f"{r:g} of its work", r * work) for r in _DISTANCES),
+        ("twice its length", alone),
+    ]:
+        order = tuple(_repeated(starts, mine, p.microbatches, distance) for mine in p.stages_by_rank)
+        yield f"a microbatch every {name}", order
+
+
+def _repeated(starts: dict[int, Number], stages: list[int], microbatches: int, distance: Number) -> Word:
+    """Sort the operations of a rank by their times; of equal times, by microbatch and place in the chain."""
+    timed = (
+        (start + k * distance, k, place, code)
+        for place, (code, start) in enumerate(starts.items())
+        if code // 5 in stages
+        for k in range(microbatches)
+    )
+    return [code * microbatches + k for _, k, _, code in sorted(timed)]
+
+
+_WAYS = (Op.RECOMPUTE, Op.OFFLOAD)
+_LOOKAHEADS, _SPARE = range(2), (0, 1, 2)  # chunks for copies under way
+
+
+def residual_orders(p: Problem, schedule: Schedule) -> Iterator[tuple[str, Order]]:
+    """Yield orders of a schedule whose residuals stay, move, are computed again, or go beyond the cap.
+
+    Yields:
+        The name of the way, and the order.
+    """
+    stages = {way: [s for s in range(len(p.place)) if allowed(p, s, way)] for way in _WAYS}
+    ways, order = [way for way in _WAYS if stages[way]], order_of(schedule)
+    yield "", order
+    for lookahead in _LOOKAHEADS if Op.OFFLOAD in ways else ():
+        yield ", all moved", order_of(insert_offloads(schedule, stages[Op.OFFLOAD], lookahead=lookahead))
+    if Op.RECOMPUTE in ways:
+        yield ", all computed again", order_of(insert_recomputes(schedule, stages[Op.RECOMPUTE]))
+    for some in [*([way] for way in ways), *([ways] if len(ways) > 1 else [])]:
+        for spare in _SPARE:
+            words = (_fitted(p, rank, word, some, spare) for rank, word in enumerate(order))
+            if len(found := [in_turn(p.microbatches, word) for word in words if word]) == p.ranks:
+                yield f", some {' or '.join(map(str.lower, some))}", tuple(found)
+
+
+def allowed(p: Problem, stage: int, way: Op) -> bool:
+    """Tell whether the residuals of a stage may go this way."""
+    return (p.again if way is Op.RECOMPUTE else p.out)[stage] is not None
+
+
+def _fitted(p: Problem, rank: int, word: Word, ways: list[Op], spare: int) -> Word | None:
+    """Make a word fit, see :class:`_Fitting`. None if nothing fits.
 
     Args:
-        patience: a rank waits for an operation that the order has earlier than the first ready one, if it
-            arrives within this share of the time of that one.
-        lazy: whether weight gradients come only where nothing else is ready.
-        hold: operations that are held back.
+        spare: number of largest chunks of the cap that are left free.
+    """
+    m, at = p.microbatches, {item: place for place, item in enumerate(word)}
+    fitting = _Fitting(p, p.cap[rank] - spare * max(p.held[s] for s in stages_of(p.place, rank)), ways)
+    for item in word:
+        code, k = divmod(item, m)
+        s, letter = divmod(code, 5)
+        if letter == FORWARD:
+            if not fitting.make_room(p.held[s]):
+                return None
+            fitting.run(item, p.held[s])
+            fitting.here[s, k] = at[(5 * s + INPUT) * m + k]
+        elif letter == INPUT:
+            if not fitting.bring_back(s, k):
+                return None
+            fitting.run(item, p.kept[s] - p.held[s])
+            fitting.waiting.append(item + m)
+        elif item in fitting.waiting:
+            fitting.waiting.remove(item)
+            fitting.run(item, -p.kept[s])
+    return fitting.word
+
+
+class _Fitting:
+    """Writes a word that fits a cap: where memory is short, weight gradients come first, then the residuals
+    go that are not used for longest.
+
+    They move while the link is free on average, else they are computed again.
+
+    Attributes:
+        here: place of the input gradient in the word to fit, by stage and microbatch of residuals.
+        gone: the ways of those that are elsewhere.
+        waiting: weight gradients that may run.
     """
 
-    patience: float = 0
-    lazy: bool = False
-    hold: Hold = NO_HOLD
+    def __init__(self, p: Problem, cap: int, ways: list[Op]) -> None:
+        self.p, self.cap, self.ways = p, cap, ways
+        self.word, self.waiting, self.held, self.now, self.link = Word(), Word(), 0, 0.0, 0.0
+        self.here, self.gone = dict[tuple[int, int], int](), dict[tuple[int, int], Op]()
+        self._times = {FORWARD: p.forward, INPUT: p.backward, WEIGHT: p.weight}
 
+    def run(self, item: int, change: int) -> None:
+        """Run an item of the word, which changes the memory held."""
+        stage, letter = divmod(item // self.p.microbatches, 5)
+        self.word.append(item)
+        self.held += change
+        self.now += self._times[letter][stage]
 
-class Replayed(NamedTuple):
-    """The order that a replay took, and its value: the largest end less begin of a rank."""
-
-    value: Number
-    order: Order
-
-
-def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  # noqa: B008 - a value
-    """Replay ``order``, which fits its caps, in its own direction of time."""
-    duration, change, readers, code_of, following = d.duration, d.change, d.readers, d.code, d.following
-    lazy, hold = manner.lazy, manner.hold
-    rests, words = [word[:] for word in order], tuple(Word() for _ in order)
-    missing, nexts, free, held = d.missing[:], d.first[:], list(d.release), [0] * d.ranks
-    arrivals: list[Number] = [inf if count else hold.get(i, 0) for i, count in enumerate(missing)] + [inf]
-    so_far: dict[int, Number] = {}  # of items that wait for more
-    links: list[Number] = [0] * (2 * d.ranks)  # when each is free
-    due = [arrivals[item] for item in nexts]  # of no item, -1, never
-    wake: list[Number] = [0] * d.ranks  # where a rank sleeps: until when
-    events = sorted((time, rank) for rank, time in enumerate(free))  # a heap of the times at which ranks look
-    while events:
-        now, rank = heappop(events)
-        if not free[rank] <= now >= wake[rank]:
-            continue
-        rest, word, wake[rank], started = rests[rank], words[rank], 0, False
-        while rest:
-            item, place = rest[0], 0
-            if arrivals[item] > now or (lazy and code_of[item] % 5 == WEIGHT):
-                place, soon = (-1, now) if started else _choose(d, rank, rest, due, nexts, held, now, manner)
-                if place < 0:
-                    wake[rank] = 0 if started else soon
-                    if soon < inf:
-                        heappush(events, (soon, rank))
-                    break
-            item = rest.pop(place)
-            word.append(item)
-            held[rank] += change[item]
-            free[rank] = now = now + duration[item]
-            started, code = True, code_of[item]
-            nexts[code] = following[item]
-            due[code] = arrivals[nexts[code]]
-            for reader, reading_rank, latency, link in readers[item]:
-                arrival = now + latency
-                if link >= 0:
-                    links[link] = arrival = max(now, links[link]) + latency
-                missing[reader] -= 1
-                if hold and reader in hold:
-                    arrival += hold[reader]
-                if missing[reader]:
-                    so_far[reader] = max(arrival, so_far.get(reader, 0))
-                    continue
-                arrivals[reader] = arrival = max(arrival, so_far.get(reader, 0))
-                if nexts[code_of[reader]] == reader:
-                    due[code_of[reader]] = arrival
-                    if arrival < wake[reading_rank]:
-                        wake[reading_rank] = arrival
-                        heappush(events, (arrival, reading_rank))
-    assert not any(rests), "a replay got stuck: its order does not fit"
-    return Replayed(max(end - begin for end, begin in zip(free, d.begin, strict=True)), words)
-
-
-def justify(rules: tuple[Direction, Direction], order: Order, back: Manner, forth: Manner) -> Replayed:
-    """Replay an order backwards in time, and the result forwards."""
-    forwards, backwards = rules
-    late = replay(backwards, _reversed(order), back)
-    return replay(forwards, _reversed(late.order), forth)
-
-
-def _reversed(order: Order) -> Order:
-    return tuple(word[::-1] for word in order)
-
-
-def _choose(
-    d: Direction,
-    rank: int,
-    rest: Word,
-    due: list[Number],
-    nexts: list[int],
-    held: list[int],
-    now: Number,
-    manner: Manner,
-) -> tuple[int, Number]:
-    """Choose the place in ``rest`` to start now, -1 to sleep, and the time of the next known arrival.
-
-    ``nexts`` is the next item of each code, ``due`` when it arrives: infinity where that is not known or none
-    is left.
-    """
-    patience, lazy, _ = manner
-    ready, soon = [], inf
-    for code in d.codes[rank]:
-        time = due[code]
-        if time <= now:
-            ready.append(code)
-        elif time < soon:
-            soon = time
-    count, room = len(rest), d.cap[rank] - held[rank]
-    found = none = 2 * count
-    for code in ready:
-        place = rest.index(nexts[code])
-        turn = place + count if lazy and code % 5 == WEIGHT else place
-        if turn < found and _may_overtake(d, rest, place, room):
-            found = turn
-    if found == none:
-        return -1, soon
-    if found and soon - now <= (wait := patience * d.duration[rest[found % count]]):
-        for code in d.codes[rank]:
-            if (
-                0 < due[code] - now <= wait
-                and (place := rest.index(nexts[code])) < found
-                and _may_overtake(d, rest, place, room)
-            ):
-                return -1, soon
-    return found % count, soon
-
-
-def _may_overtake(d: Direction, rest: Word, place: int, room: int) -> bool:
-    """Tell whether the order keeps the cap after the item at ``place`` goes first."""
-    change, need, item = d.change, d.need, rest[place]
-    if need[item] > room:
-        return False
-    if change[item] <= 0:
+    def make_room(self, need: int) -> bool:
+        """Free memory until there is room for ``need`` units; return False if nothing more can go."""
+        p = self.p
+        while self.held + need > self.cap:
+            ready = [
+                (at, key) for key, at in self.here.items() if any(allowed(p, key[0], w) for w in self.ways)
+            ]
+            if self.waiting and (kept := p.kept[self.waiting[0] // p.microbatches // 5]):
+                self.run(self.waiting.pop(0), -kept)
+            elif ready:
+                self._leave(*max(ready)[1])
+            else:
+                return False
         return True
-    room -= change[item]
-    for other in rest[:place]:
-        if need[other] > room:
-            return False
-        room -= change[other]
-    return True
+
+    def _leave(self, s: int, k: int) -> None:
+        free = [way for way in self.ways if allowed(self.p, s, way)]
+        moves = Op.OFFLOAD in free and (len(free) == 1 or self.link + (self.p.out[s] or 0) <= self.now)
+        self.gone[s, k] = way = Op.OFFLOAD if moves else Op.RECOMPUTE
+        del self.here[s, k]
+        self.held -= self._saved(s, way)
+        if moves:
+            self.link += self.p.out[s] or 0
+            self.word.append((5 * s + LEAVE) * self.p.microbatches + k)
+
+    def bring_back(self, s: int, k: int) -> bool:
+        """Bring residuals back that are used now; return False if there is no room."""
+        self.here.pop((s, k), None)
+        if way := self.gone.get((s, k)):
+            if not self.make_room(self._saved(s, way)):
+                return False
+            self.held += self._saved(s, way)
+            self.word.append((5 * s + RETURN) * self.p.microbatches + k)
+        return True
+
+    def _saved(self, s: int, way: Op) -> int:
+        return self.p.held[s] - (0 if way is Op.OFFLOAD else self.p.stub[s])
 
 
 _CLOSE = 1 + 1e-9
 _GIVEN = 0.25  # share of the work for the given orders
 _PATIENCE = (0.0, 1.6), (0.2, 1.2)  # of replays of the second best order and of the best, which are delayed
-_WARM, _COLD_AFTER = 0.004, 300
-
-
 Rules = tuple[Direction, Direction]
 
 
-class _Start(NamedTuple):
-    """Hold an order to improve, its value, the name of its source, and the rules of its choices."""
+class Given(NamedTuple):
+    """Hold an order to start from: its value, the name of its source, and the rules of its choices."""
 
     value: Number
-    order: Order
     name: str
+    order: Order
     rules: Rules
+
+
+def given_orders(p: Problem, named: Iterable[tuple[str, Order]]) -> Iterator[Given]:
+    """Time the orders that fit the caps."""
+    plain = directions(p)
+    for name, order in named:
+        rules = directions(p, choices) if (choices := choices_of(p, order)) else plain
+        if fits(rules[0], order) and (timing := evaluate(rules[0], order)):
+            yield Given(timing.value, name, order, rules)
 
 
 class Search:
     """Owns the work that is left and the best order so far.
 
     Args:
-        problem: what to plan.
+        problem: numbers of one placement.
         bound: the value that ends the search.
-        operations: how many operations may be replayed.
-        given: orders to start from by name, the most promising first; not empty.
+        operations: number of operations that may be replayed.
+        given: orders to start from, the most promising first; not empty.
         stop: asked after every replay whether to end.
     """
 
@@ -211,7 +275,7 @@ class Search:
         problem: Problem,
         bound: Number,
         operations: float,
-        given: Iterable[tuple[str, Order]],
+        given: Sequence[Given],
         stop: Callable[[], bool],
     ) -> None:
         self.problem = problem
@@ -219,9 +283,8 @@ class Search:
         self.operations = operations
         self.spent = 0
         self.stopped = False
-        self.best = Replayed(inf, ())
-        self.found = ""
-        self._trying = ""
+        self.best = min(given, key=attrgetter("value"))
+        self._trying = self.best
         self._stop = stop
         self._random = Random(0)
         self._steps = self._run(given)
@@ -237,20 +300,20 @@ class Search:
         return self.stopped or self.best.value <= self.bound * _CLOSE
 
     def advance(self, operations: float) -> None:
-        """Go on for about so many operations."""
+        """Replay some more operations, about ``operations``."""
         target = self.spent + operations
         while self.spent < target and not self.over and next(self._steps, self) is None:
             pass
 
-    def _run(self, given: Iterable[tuple[str, Order]]) -> Iterator[None]:
-        """Improve the given orders, then delay the best ones at random in turn; yield now and then."""
-        pool: list[_Start] = []
-        for name, order in given:
+    def _run(self, given: Sequence[Given]) -> Iterator[None]:
+        """Improve the given orders, then delay the best two at random in turn; yield after each step."""
+        pool: list[Given] = []
+        for start in given:
             if pool and self.elapsed > _GIVEN:
                 break
-            self._trying = f"{name}, justified"
-            rules = directions(self.problem, choices_of(self.problem, order))
-            pool.append(_Start(*self.improve(order, rules), name, rules))
+            self._trying = start._replace(name=f"{start.name}, justified")
+            value, order = self.improve(start.order, start.rules)
+            pool.append(start._replace(value=value, order=order))
             yield
         starts = {start.value: start for start in sorted(pool, key=attrgetter("value"), reverse=True)}
         best = [*starts.values()][-len(_PATIENCE) :]
@@ -276,21 +339,13 @@ class Search:
             if self.over or not best.value < before:
                 return best
 
-    def disturb(self, start: _Start, patience: tuple[float, float]) -> Iterator[None]:
+    def disturb(self, start: Given, patience: tuple[float, float]) -> Iterator[None]:
         """Delay some operations at random and justify the order, again and again; yield after each try."""
-        name = f"{start.name}, justified and delayed at random"
-        best = current = Replayed(start.value, start.order)
-        failures = 0
+        best = Replayed(start.value, start.order)
         while True:
-            self._trying = name
-            tried = self._neighbour(start.rules, current.order, patience)
-            if tried.value <= current.value * (1 + _WARM * self._random.random() * (1 - self.elapsed)):
-                current = tried
-            failures += 1
-            if current.value < best.value:
-                best, failures = current, 0
-            elif failures == _COLD_AFTER:
-                current, failures = best, 0
+            self._trying = start._replace(name=f"{start.name}, justified and delayed at random")
+            tried = self._neighbour(start.rules, best.order, patience)
+            best = tried if tried.value <= best.value else best
             yield
 
     def _neighbour(self, rules: Rules, order: Order, patience: tuple[float, float]) -> Replayed:
@@ -308,31 +363,20 @@ class Search:
         return min(tried, key=lambda r: r.value)
 
     def _delays(self, d: Direction) -> Hold:
-        """Delay some operations: one code for a run of microbatches, or half of one microbatch's codes."""
+        """Delay one operation of a stage in a run of microbatches, by at most two mean durations."""
         draw, m = self._random, self.problem.microbatches
         there = [code for code, item in enumerate(d.first) if item >= 0]
-        codes = len(there)
-        mean = sum(d.duration) / codes / m
-        kind = draw.randrange(3)
-        if kind == 0:
-            count = draw.randint(1, 16)
-            return {
-                there[draw.randrange(codes)] * m + draw.randrange(m): mean * draw.uniform(0.2, 3)
-                for _ in range(count)
-            }
-        if kind == 1:
-            code, first, late = there[draw.randrange(codes)], draw.randrange(m), mean * draw.uniform(0.1, 2)
-            return {code * m + k: late for k in range(first, min(m, first + draw.randint(2, max(2, m))))}
-        k, late = draw.randrange(m), mean * draw.uniform(0.1, 2)
-        return {code * m + k: late for code in there if draw.random() < 0.5}
+        mean = sum(d.duration) / len(there) / m
+        code, first, late = draw.choice(there), draw.randrange(m), mean * draw.uniform(0.1, 2)
+        return {code * m + k: late for k in range(first, min(m, first + draw.randint(2, max(2, m))))}
 
     def _justify(self, rules: Rules, order: Order, back: Manner, forth: Manner) -> Replayed:
         return self._counted(2, justify(rules, order, back, forth))
 
     def _counted(self, replays: int, found: Replayed) -> Replayed:
-        """Charge the work of so many replays, note ``found`` if it is the best so far, and return it."""
+        """Charge the work of ``replays`` replays, note ``found`` if it is the best so far, and return it."""
         self.spent += replays * sum(map(len, found.order))
         if found.value < self.best.value:
-            self.best, self.found = found, self._trying
+            self.best = self._trying._replace(value=found.value, order=found.order)
         self.stopped = self._stop()
         return found

@@ -1,4 +1,4 @@
-"""Represent a schedule as one word of items per rank, and time it.
+"""Represent a schedule as one word of items per rank, time it, and replay it in both directions of time.
 
 Nothing is lost if microbatches take their turn in every operation of a stage. A *code* is an operation of a
 stage: 5 s is F of stage s, 5 s + 1 the end of its copy to the host, 5 s + 2 the beginning of its copy back,
@@ -9,9 +9,21 @@ microbatch without 5 s + 2 stay, those with 5 s + 1 move, the others are compute
 A *direction* reads such words forwards in time, or backwards from the end, where the last microbatch comes
 first, what acquires memory releases it, and each item waits for those that wait for it forwards. What holds
 forwards and backwards is written once, for both.
+
+A *replay* is a list schedule in an order: operations may overtake where data and memory let them. In time
+order, a rank that is free takes the first operation of its remaining order that is ready. One that comes
+later in the order may overtake only if the rest of the order then still keeps the cap, so a replay never gets
+stuck, and its result is again an order that fits. A rank runs ahead while the head of its order is ready,
+which nothing could overtake. Replaying an order backwards and forwards in turn is *double justification*: it
+pushes every operation to the end and then to the start.
+
+References:
+    Li and Willis, An iterative scheduling technique for resource-constrained project scheduling, EJOR 1992.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from math import inf
 from operator import neg, sub
 from typing import NamedTuple
 
@@ -32,20 +44,20 @@ class Direction(NamedTuple):
     """The rules of one direction of time, per item or code.
 
     Args:
-        codes: per rank, its codes, those that release memory first.
-        code: of every item.
+        codes: codes of each rank; codes that release memory come first.
+        code: code of every item.
         first: the first item of every code, -1 for none.
         following: the next item of the same code, -1 for none.
         duration: the time of an item on its rank.
         readers: the items that wait for it, with their rank, the time until its product is there, and the
             link of their rank that carries it, -1 for none. A link carries one after the other.
-        missing: for how many others it waits.
+        missing: number of items that it waits for.
         change: memory held after it less that before it.
         need: memory held during it less that before it, at most.
         cap: memory of each rank.
-        objective: what is to be short.
-        begin: per rank, a start of its time that no order can beat.
-        release: per rank, when it is free.
+        objective: time to minimise.
+        begin: start of the time of each rank that no order can beat.
+        release: time at which each rank is free.
     """
 
     codes: list[list[int]]
@@ -90,7 +102,10 @@ def directions(p: Problem, choices: Choices = {}) -> tuple[Direction, Direction]
 
 
 def _rows(p: Problem, s: int, choice: Op | None) -> Iterator[tuple[Number, int, int] | None]:
-    """Yield time, change and need of memory of each letter of a stage, None without such an item."""
+    """Yield (time, change of memory, need of memory) of each letter of a stage.
+
+    A letter without an item yields None.
+    """
     again, moves, held = choice is Op.RECOMPUTE, choice is Op.OFFLOAD, p.held[s]
     yield p.forward[s], p.stub[s] if again else held, held
     yield (0, -held, 0) if moves else None
@@ -188,7 +203,11 @@ class Timing(NamedTuple):
 
 
 def evaluate(d: Direction, order: Order) -> Timing | None:
-    """Run every item as early as the order lets it; None if the order deadlocks."""
+    """Run every item as early as the order lets it.
+
+    Returns:
+        The timing; None if the order deadlocks.
+    """
     duration, readers = d.duration, d.readers
     missing, arrivals = d.missing[:], [0] * len(duration)
     at, free, links = [0] * d.ranks, [0] * d.ranks, [0] * (2 * d.ranks)
@@ -263,7 +282,7 @@ _OPS = ((Op.F,), (Op.OFFLOAD,), (Op.RECOMPUTE, Op.FETCH), (Op.I,), (Op.W,))
 
 
 def choices_of(p: Problem, order: Order) -> Choices:
-    """Return what becomes of the residuals of an order."""
+    """Return the ways of the residuals of an order."""
     found: dict[tuple[int, int], Op] = {}
     for word in order:
         for code, k in (divmod(item, p.microbatches) for item in word):
@@ -282,3 +301,153 @@ def schedule_of(p: Problem, order: Order, name: str = "plan") -> Schedule:
         return Instruction(ops[moves.get((code // 5, k)) is Op.OFFLOAD and len(ops) > 1], code // 5, k)
 
     return single_chain(name, p.place, p.microbatches, (list(map(written, word)) for word in order))
+
+
+Hold = Mapping[int, Number]
+"""``{item: time}``: how much later than it arrives an item counts as ready."""
+
+NO_HOLD: Hold = {}
+
+
+class Manner(NamedTuple):
+    """Choose how a replay picks the next operation.
+
+    Args:
+        patience: a rank waits for an operation that the order has earlier than the first ready one, if it
+            arrives within this share of the time of that one.
+        lazy: whether weight gradients come only where nothing else is ready.
+        hold: operations that are held back.
+    """
+
+    patience: float = 0
+    lazy: bool = False
+    hold: Hold = NO_HOLD
+
+
+class Replayed(NamedTuple):
+    """The order that a replay took, and its value: the largest end less begin of a rank."""
+
+    value: Number
+    order: Order
+
+
+def replay(d: Direction, order: Order, manner: Manner = Manner()) -> Replayed:  # noqa: B008 - a value
+    """Replay ``order``, which fits its caps, in its own direction of time."""
+    duration, change, readers, code_of, following = d.duration, d.change, d.readers, d.code, d.following
+    lazy, hold = manner.lazy, manner.hold
+    rests, words = [word[:] for word in order], tuple(Word() for _ in order)
+    missing, nexts, free, held = d.missing[:], d.first[:], list(d.release), [0] * d.ranks
+    arrivals: list[Number] = [inf if count else hold.get(i, 0) for i, count in enumerate(missing)] + [inf]
+    so_far: dict[int, Number] = {}  # of items that wait for more
+    links: list[Number] = [0] * (2 * d.ranks)  # when each is free
+    due = [arrivals[item] for item in nexts]  # of no item, -1, never
+    wake: list[Number] = [0] * d.ranks  # where a rank sleeps: until when
+    events = sorted((time, rank) for rank, time in enumerate(free))  # a heap of the times at which ranks look
+    while events:
+        now, rank = heappop(events)
+        if not free[rank] <= now >= wake[rank]:
+            continue
+        rest, word, wake[rank], started = rests[rank], words[rank], 0, False
+        while rest:
+            item, place = rest[0], 0
+            if arrivals[item] > now or (lazy and code_of[item] % 5 == WEIGHT):
+                place, soon = (-1, now) if started else _choose(d, rank, rest, due, nexts, held, now, manner)
+                if place < 0:
+                    wake[rank] = 0 if started else soon
+                    if soon < inf:
+                        heappush(events, (soon, rank))
+                    break
+            item = rest.pop(place)
+            word.append(item)
+            held[rank] += change[item]
+            free[rank] = now = now + duration[item]
+            started, code = True, code_of[item]
+            nexts[code] = following[item]
+            due[code] = arrivals[nexts[code]]
+            for reader, reading_rank, latency, link in readers[item]:
+                arrival = now + latency
+                if link >= 0:
+                    links[link] = arrival = max(now, links[link]) + latency
+                missing[reader] -= 1
+                if hold and reader in hold:
+                    arrival += hold[reader]
+                if missing[reader]:
+                    so_far[reader] = max(arrival, so_far.get(reader, 0))
+                    continue
+                arrivals[reader] = arrival = max(arrival, so_far.get(reader, 0))
+                if nexts[code_of[reader]] == reader:
+                    due[code_of[reader]] = arrival
+                    if arrival < wake[reading_rank]:
+                        wake[reading_rank] = arrival
+                        heappush(events, (arrival, reading_rank))
+    assert not any(rests), "a replay got stuck: its order does not fit"
+    return Replayed(max(end - begin for end, begin in zip(free, d.begin, strict=True)), words)
+
+
+def justify(rules: tuple[Direction, Direction], order: Order, back: Manner, forth: Manner) -> Replayed:
+    """Replay an order backwards in time, and the result forwards."""
+    forwards, backwards = rules
+    late = replay(backwards, _reversed(order), back)
+    return replay(forwards, _reversed(late.order), forth)
+
+
+def _reversed(order: Order) -> Order:
+    return tuple(word[::-1] for word in order)
+
+
+def _choose(
+    d: Direction,
+    rank: int,
+    rest: Word,
+    due: list[Number],
+    nexts: list[int],
+    held: list[int],
+    now: Number,
+    manner: Manner,
+) -> tuple[int, Number]:
+    """Choose the place in ``rest`` to start now, -1 to sleep, and the time of the next known arrival.
+
+    ``nexts`` is the next item of each code, ``due`` when it arrives: infinity where that is not known or none
+    is left.
+    """
+    patience, lazy, _ = manner
+    ready, soon = [], inf
+    for code in d.codes[rank]:
+        time = due[code]
+        if time <= now:
+            ready.append(code)
+        elif time < soon:
+            soon = time
+    count, room = len(rest), d.cap[rank] - held[rank]
+    found = none = 2 * count
+    for code in ready:
+        place = rest.index(nexts[code])
+        turn = place + count if lazy and code % 5 == WEIGHT else place
+        if turn < found and _may_overtake(d, rest, place, room):
+            found = turn
+    if found == none:
+        return -1, soon
+    if found and soon - now <= (wait := patience * d.duration[rest[found % count]]):
+        for code in d.codes[rank]:
+            if (
+                0 < due[code] - now <= wait
+                and (place := rest.index(nexts[code])) < found
+                and _may_overtake(d, rest, place, room)
+            ):
+                return -1, soon
+    return found % count, soon
+
+
+def _may_overtake(d: Direction, rest: Word, place: int, room: int) -> bool:
+    """Tell whether the order keeps the cap after the item at ``place`` goes first."""
+    change, need, item = d.change, d.need, rest[place]
+    if need[item] > room:
+        return False
+    if change[item] <= 0:
+        return True
+    room -= change[item]
+    for other in rest[:place]:
+        if need[other] > room:
+            return False
+        room -= change[other]
+    return True
