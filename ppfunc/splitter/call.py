@@ -11,14 +11,15 @@ from optree import PyTreeSpec, treespec_paths
 from ppfunc._checks import require_type, shown
 from ppfunc.stage.constants import by_value, is_known, leaves_and_known, with_constants
 from ppfunc.stage.signature import Unquoted
-from ppfunc.stage.tree import filled, tree_flatten, tree_map, tree_structure
+from ppfunc.stage.tree import filled, tree_flatten, tree_map
 
 
 class LeafForm(NamedTuple):
     """Describe the form of one input tensor.
 
     Args:
-        shape, dtype: of the tensor.
+        shape: the sizes of the tensor, ints.
+        dtype: the dtype of its elements.
     """
 
     shape: tuple[int, ...]
@@ -33,31 +34,29 @@ class CallForm(NamedTuple):
 
     Args:
         treedef: structure of ``(args, kwargs)``.
-        constants: its leaves; None in the places of tensors.
+        constants: the leaves of the call; None in the places of tensors.
         places: the positions of the tensors among the leaves.
-        inputs: structure of ``(args, kwargs)`` as a step gets them. Keyword arguments without tensors are
-            left out; other leaves that are no tensors are None.
-        kind: what a step gets: ``"one"`` positional argument itself; the tuple of ``"args"``; the
-            ``"kwargs"``; ``"both"``, the positional arguments and, last, the keyword arguments, in a tuple.
     """
 
     treedef: PyTreeSpec
     constants: tuple[Any, ...]
     places: tuple[int, ...]
-    inputs: PyTreeSpec
-    kind: str
 
     @classmethod
-    def of(cls, args: Any, kwargs: Mapping[str, Any] | None) -> tuple[Self, tuple[torch.Tensor, ...]]:
+    def of(cls, args: Any, kwargs: Any, name: str = "args") -> tuple[Self, tuple[torch.Tensor, ...]]:
         """Read the form of a call, and its tensors.
 
         Args:
-            args: one argument, a tuple of positional arguments, or a dictionary of keyword arguments.
-            kwargs: keyword arguments beside positional ones.
+            args: the argument, a tuple of positional arguments, or a dictionary of keyword arguments.
+            kwargs: the keyword arguments beside positional arguments.
+            name: the argument in which users give the call, for errors.
+
+        Raises:
+            TypeError: the keyword arguments are no dictionary, or their keys no texts.
+            ValueError: the call has no tensor.
         """
         if isinstance(args, dict) and kwargs is None:
             args, kwargs = (), args
-        kind = "one" if not isinstance(args, tuple) else "args"
         args = args if isinstance(args, tuple) else (args,)
         if not isinstance(kwargs, Mapping | None):
             raise TypeError(
@@ -67,30 +66,29 @@ class CallForm(NamedTuple):
         kwargs = dict(kwargs or {})
         if not all(isinstance(key, str) for key in kwargs):
             raise TypeError(f"kwargs: got the keys {list(kwargs)}, expected names of arguments")
-        args, kwargs = with_constants((args, kwargs), "args", masks_alone=True)
-        leaves, treedef = tree_flatten((args, kwargs), "args")
+        args, kwargs = with_constants((args, kwargs), name, masks_alone=True)
+        leaves, treedef = tree_flatten((args, kwargs), name)
         places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         if not places:
             raise ValueError(
-                f"args: got no tensor in {shown(args)}; give the arguments of one call of the model, such as"
-                " args=(ids,) or args={'input_ids': ids}, on meta if you like"
+                f"{name}: got no tensor in {shown(args or kwargs)}; give the arguments of one call of the"
+                " model, such as (ids,) or {'input_ids': ids}, at the split on meta if you like"
             )
-        if any(_has_tensors(value) for value in kwargs.values()):
-            kind = "kwargs" if not args else "both"
         constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        with_tensors = {key: value for key, value in kwargs.items() if _has_tensors(value)}
-        inputs = tree_map(lambda leaf: leaf if isinstance(leaf, torch.Tensor) else None, (args, with_tensors))
-        form = cls(treedef, constants, places, tree_structure(inputs), kind)
-        return form, tuple(leaves[i] for i in places)
+        return cls(treedef, constants, places), tuple(leaves[i] for i in places)
 
     @property
     def key(self) -> Hashable:
         """Return a key that is equal for calls with the same structure and constants."""
         return self.treedef, repr(self.constants)
 
-    def arguments(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Build the arguments of the model from tensors, with block masks in parts."""
-        arguments: Any = self.treedef.unflatten(filled(self.constants, self.places, tensors))
+    def arguments(self, tensors: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Build the arguments of the model from tensors, with block masks in parts.
+
+        Without tensors, a text stands for each.
+        """
+        given = tensors or [_TENSOR] * len(self.places)
+        arguments: Any = self.treedef.unflatten(filled(self.constants, self.places, given))
         return arguments
 
     def names(self, model: torch.nn.Module) -> list[str]:
@@ -102,53 +100,28 @@ class CallForm(NamedTuple):
             for of_kwargs, key in keys
         ]
 
-    def taken_apart(self, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Take positional and keyword arguments out of an input of the first stage.
-
-        Raises:
-            ValueError: the input has another kind than the call, or another number of positional arguments.
-        """
-        args, kwargs = (x if isinstance(x, tuple) else (x,)), {}
-        if self.kind == "kwargs":
-            args, kwargs = (), x
-        elif self.kind == "one" and not self._ends_in_kwargs(args):
-            args = (x,)
-        elif args and (self.kind == "both" or self._ends_in_kwargs(args)):
-            args, kwargs = args[:-1], args[-1]
-        wanted, _ = self.arguments((None,) * len(self.places))
-        if len(args) != len(wanted) or not isinstance(kwargs, dict):
-            got = tree_map(lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf, x)
-            raise ValueError(
-                f"inputs: got {reprlib.repr(got)}, expected {self.described()}, as the arguments at the"
-                " split, with None or no keyword argument for what a microbatch has not; or split again with"
-                " arguments of this form;"
-                " targets are given as the argument after inputs"
-            )
-        return args, kwargs
-
-    def _ends_in_kwargs(self, args: tuple[Any, ...]) -> bool:
-        """Tell whether keyword arguments without tensors follow the positional ones."""
-        if not (args and isinstance(args[-1], dict)):
-            return False
-        _, named = self.arguments((None,) * len(self.places))
-        return bool(named) and named.keys() >= args[-1].keys() and not _has_tensors(args[-1])
+    @property
+    def positional(self) -> int:
+        """Count the positional arguments."""
+        return len(self.arguments()[0])
 
     @property
     def fixed(self) -> dict[int | str, Any]:
         """Return the arguments without tensors, by position or name."""
-        args, kwargs = self.arguments([_TENSOR] * len(self.places))
+        args, kwargs = self.arguments()
         each: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        return {at: value for at, value in each if not _has_tensors(value)}
+        return {
+            at: value
+            for at, value in each
+            if not any(isinstance(leaf, Unquoted) or is_known(leaf) for leaf in leaves_and_known(value))
+        }
 
     def described(self, tensors: Sequence[LeafForm] = ()) -> str:
-        """Describe the structure of the inputs of a step, and the forms of all leaves if known."""
-        count = self.inputs.num_leaves
-        args, kwargs = self.inputs.unflatten(tensors if len(tensors) == count else [_TENSOR] * count)
-        return str(
-            {"one": args[0] if args else None, "args": args, "kwargs": kwargs, "both": (*args, kwargs)}[
-                self.kind
-            ]
-        )
+        """Describe the inputs of a step, with the forms of the tensors if they are given."""
+        (args, kwargs), fixed = self.arguments(tensors), self.fixed
+        args = tuple(None if n in fixed else value for n, value in enumerate(args))
+        kwargs = {key: value for key, value in kwargs.items() if key not in fixed}
+        return str((*args, kwargs) if args and kwargs else kwargs or (args[0] if len(args) == 1 else args))
 
 
 _TENSOR = Unquoted("tensor")
@@ -158,8 +131,8 @@ class Constants(NamedTuple):
     """Name the arguments of a model whose values belong to the split.
 
     Args:
-        names: of the arguments.
-        numbers: the positions of these in a call by position.
+        names: the names of the arguments.
+        numbers: the positions of the arguments in a call by position.
     """
 
     names: frozenset[str]
@@ -202,36 +175,29 @@ def read_call(forms: Sequence[CallForm], x: Any) -> tuple[CallForm, tuple[torch.
     the same.
 
     Args:
-        forms: of the calls at the split, all of one kind.
+        forms: the forms of the calls at the split, all with as many positional arguments.
         x: the input.
 
     Raises:
-        ValueError: it is not of this kind, or has no tensor.
+        ValueError: the input has another number of positional arguments, or no tensor.
     """
-    first, x = forms[0], with_constants(x, "inputs", masks_alone=True)
-    given = first.taken_apart(x)
-    leaves, structure = tree_flatten(given, "inputs")
-    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-    if not places:
-        raise ValueError(f"inputs: got no tensor in {shown(x)}, expected {first.described()}")
-    if len(forms) == 1 and structure == first.inputs and len(places) == len(leaves):
-        return first, tuple(leaves)
+    first = forms[0]
+    args, kwargs = (x if isinstance(x, tuple) else (x,)), {}
+    if len(args) == first.positional + 1 and isinstance(args[-1], dict):
+        args, kwargs = args[:-1], args[-1]
+    if len(args) != first.positional:
+        got = tree_map(lambda leaf: _TENSOR if isinstance(leaf, torch.Tensor) else leaf, x)
+        raise ValueError(
+            f"inputs: got {reprlib.repr(got)}, expected {first.described()}, as the arguments at the split,"
+            " with None or no keyword argument for what a microbatch has not; or split again with arguments"
+            " of this form; targets are given as the argument after inputs"
+        )
+    others = [form.fixed for form in forms[1:]]
     fixed = {
         at: value
         for at, value in first.fixed.items()
-        if all(repr(form.fixed.get(at, form)) == repr(value) for form in forms)
+        if all(at in other and repr(other[at]) == repr(value) for other in others)
     }
-    positional = tuple(fixed.get(n) if value is None else value for n, value in enumerate(given[0]))
-    _, ordered = first.arguments((None,) * len(first.places))
-    keywords = {key: given[1].get(key, fixed.get(key)) for key in ordered if key in given[1] or key in fixed}
-    leaves, treedef = tree_flatten((positional, keywords | given[1]), "inputs")
-    places = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-    constants = tuple(None if i in places else leaf for i, leaf in enumerate(leaves))
-    return CallForm(treedef, constants, places, structure, first.kind), tuple(leaves[i] for i in places)
-
-
-def _has_tensors(value: Any) -> bool:
-    """Tell whether a value holds tensors, known ones too, or stand-ins of tensors."""
-    return any(
-        isinstance(leaf, torch.Tensor | Unquoted) or is_known(leaf) for leaf in leaves_and_known(value)
-    )
+    args = tuple(fixed.get(n) if value is None else value for n, value in enumerate(args))
+    named = {key: value for key, value in fixed.items() if isinstance(key, str)}
+    return CallForm.of(args, named | kwargs, "inputs")

@@ -1,21 +1,29 @@
-"""Cut a trace into stages: what each computes, or computes again, and the values that cross."""
+"""Cut a trace into stages, find the values that cross, and write the code of each stage."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import OpOverload
-from ppfunc.stage.engines.tracing.graph import is_check, is_view, named_arguments
 from ppfunc.stage.operators import draws
+from ppfunc.stage.engines.tracing.cut import Block
+from ppfunc.stage.engines.tracing.emit import OperatorCall, Recipe, write
+from ppfunc.stage.engines.tracing.graph import is_check, is_view, named_arguments
 from ppfunc.stage.signature import differentiable
+from ppfunc.stage.transforms import refuse_as_strided
+from ppfunc.stage.tree import PLAIN, register_leafless
 
-from .record import BY_HAND, MODEL
+from .record import BY_HAND, MODEL, Region, within
 from .trace import Trace
 
 aten = torch.ops.aten
+Leaves = tuple[Tensor, ...]
 _CASTS = {
     aten.contiguous.default,
     aten._to_copy.default,
@@ -27,7 +35,7 @@ class StagePart(NamedTuple):
     """Describe one stage of a trace.
 
     Args:
-        body: its operators in order, with those that it computes again.
+        body: the operators of the stage in order, with operators of earlier stages that it computes again.
         params: the parameters that it reads.
         constants: the buffers that it reads, and no stage writes.
         state: the buffers of its state; of each the node that is its new value.
@@ -47,8 +55,8 @@ def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart,
     """Cut a trace.
 
     Args:
-        trace: of the model.
-        stages: their number.
+        trace: the trace of the model.
+        stages: the number of stages.
         state: the stages of buffers that are state whether this trace writes into them or not.
 
     Raises:
@@ -83,7 +91,7 @@ def readers(trace: Trace, places: Mapping[str, Node]) -> dict[str, int]:
     """Find the first stage that reads each of some tensors of the model.
 
     Args:
-        trace: of the model.
+        trace: the trace of the model.
         places: the nodes of the tensors, by name; others than these are left out.
     """
     names, first = {node: name for name, node in places.items()}, dict[str, int]()
@@ -132,7 +140,7 @@ class _Cutter:
     """Follows dependencies back from the results of each stage, the last stage first.
 
     Args:
-        trace: of the model.
+        trace: the trace of the model.
         homes: the buffers that belong to the state of a stage, each with its stage.
 
     Attributes:
@@ -166,7 +174,7 @@ class _Cutter:
         self.cheap = self._cheap(nodes, dear)
 
     def writers(self, node: Node) -> list[Node]:
-        """List the nodes that write into what this node reads, before it does."""
+        """List the nodes that write into memory before this node reads the memory."""
         return [w for at in node.meta["reads"] for w in self.writers_of.get(at, ()) if w < node]
 
     def all_writers(self, node: Node) -> list[Node]:
@@ -174,7 +182,7 @@ class _Cutter:
         return [w for at in storages_of(node) for w in self.writers_of.get(at, ())]
 
     def _cheap(self, nodes: Sequence[Node], dear: set[Node]) -> set[Node]:
-        """Find the nodes that depend on no ``dear`` one, and share no memory with any."""
+        """Find the nodes that depend on no ``dear`` node, and share no memory with any."""
         memories: set[int] = set()
         while True:
             before = len(dear), len(memories)
@@ -220,7 +228,7 @@ class _Cutter:
         )
 
     def _follow(self, roots: Iterable[Node], stage: int) -> tuple[set[Node], dict[int, set[Node]]]:
-        """Find the nodes that a stage computes itself, and those that it takes from earlier stages."""
+        """Find the nodes that a stage computes itself, and the nodes that it takes from earlier stages."""
         here: set[Node] = set()
         taken: dict[int, set[Node]] = {}
         todo = list(roots)
@@ -305,3 +313,160 @@ def is_view_or_cast(node: Node) -> bool:
         return False
     smaller = source.meta["value"].nbytes > node.meta["value"].nbytes
     return not smaller and (is_view(node.target) or node.target in _CASTS)
+
+
+# -- the code of a stage: what it receives, sends and returns
+
+
+class StageCode(NamedTuple):
+    """Hold the code of one stage for one form of its inputs.
+
+    Args:
+        params, constants, state: names of the tensors of the model that it reads.
+        frozen: the names of its parameters that get no gradient.
+        received: the stages from which it takes values.
+        dtypes: the dtypes of the values that it takes.
+        run: ``(params, constants, state, inputs, received) -> (sent, new state, result)``; the result is that
+            of the model in the last stage, and None in others.
+    """
+
+    params: tuple[str, ...]
+    constants: tuple[str, ...]
+    state: tuple[str, ...]
+    frozen: frozenset[str]
+    received: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
+    run: Callable[..., tuple[dict[int, Leaves], dict[str, Tensor], Any]]
+
+
+class NotKept:
+    """Stands for a part of a model's result that a split does not keep, such as a cache of keys.
+
+    Args:
+        kind: the class of what it stands for.
+    """
+
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        kind = self._kind if "_kind" in vars(self) else None
+        raise AttributeError(
+            f"the model returned a {getattr(kind, '__name__', kind)}, which a split does not keep; got a"
+            f" request for its {name!r}; have the model return tensors, register its class (as"
+            " torch.export.register_dataclass does), or switch it off (use_cache=False)"
+        )
+
+    def __repr__(self) -> str:
+        return f"<{self._kind.__name__}, not kept by the split>"
+
+
+# In the outputs of a step it is a node without tensors.
+register_leafless(NotKept, lambda node: node._kind, NotKept)
+
+
+def stage_codes(
+    trace: Trace, parts: Sequence[StagePart], ambient: Region, mapped: bool
+) -> tuple[StageCode, ...]:
+    """Write the code of every stage.
+
+    Args:
+        trace: the trace of the model.
+        parts: the stages that it is cut into.
+        ambient: the region in which stages are called; operators of others are called in theirs.
+        mapped: whether a ``vmap`` is active. It hides by what attention chooses its kernel, such as the
+            gradient of the mask.
+    """
+    contexts: dict[Region, Callable[[], Any]] = {}
+    for node in trace.nodes:
+        if mapped and node.target is aten.scaled_dot_product_attention.default:
+            node.target = partial(_attention, _memory_order(node))
+        if mapped and node.target is aten.as_strided.default:
+            refuse_as_strided()
+        target: Any = node.target  # that of a constant is its name
+        node.meta["call"] = OperatorCall(target)
+        region = node.meta["region"]
+        if region != ambient:
+            node.meta["within"] = contexts.setdefault(region, partial(within, region, ambient))
+    return tuple(_code(trace, part, stage, stage == len(parts) - 1) for stage, part in enumerate(parts))
+
+
+def _attention(order: tuple[int, ...] | None, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute attention by its scores as a matrix, in the order of memory of the kernel that was traced."""
+    y = aten._scaled_dot_product_attention_math.default(*args, **kwargs)[0]
+    return y if order is None else y.permute(order).contiguous().permute(*map(order.index, range(y.ndim)))
+
+
+def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
+    inputs = trace.inputs if stage == 0 else ()
+    taken = tuple(node for nodes in part.received.values() for node in nodes)
+    results = tuple(dict.fromkeys(r for r in trace.results if isinstance(r, Node))) if last else ()
+    sent = tuple(node for nodes in part.sent.values() for node in nodes)
+    arguments = (
+        *(trace.params[name] for name in part.params),
+        *(trace.buffers[name] for name in (*part.constants, *part.state)),
+        *inputs,
+        *taken,
+    )
+    code = Block((arguments,), part.body, (sent, tuple(part.state.values()), results))
+    run = write(Recipe(code, ("values",), f"stage {stage} of a split run"))
+    writes = frozenset(at for node in part.body for at in node.meta["writes"])
+    copied = [i for i, node in enumerate(arguments) if not writes.isdisjoint(storages_of(node))]
+    rebuild = _rebuilder(trace, results)
+    arriving, leaving = ([_memory_order(node) for node in nodes] for nodes in (taken, sent))
+    # From the order of a message back to that of its axes.
+    arriving = [order and tuple(map(order.index, range(len(order)))) for order in arriving]
+
+    def call(params: Leaves, constants: Leaves, state: Leaves, inputs: Leaves, received: Leaves) -> Any:
+        values = [*params, *constants, *state, *inputs, *map(_permuted, received, arriving)]
+        for i in copied:
+            values[i] = values[i].clone()
+        sent_values, new_state, tensors = run(values)
+        messages = map(_permuted, sent_values, leaving)
+        out = {to: tuple(islice(messages, len(nodes))) for to, nodes in part.sent.items()}
+        states = {name: t.detach() for name, t in zip(part.state, new_state, strict=True)}
+        return out, states, rebuild(tensors) if last else None
+
+    return StageCode(
+        part.params,
+        part.constants,
+        tuple(part.state),
+        frozenset(part.params) & trace.frozen,
+        tuple(part.received),
+        tuple(node.meta["value"].dtype for node in taken),
+        call,
+    )
+
+
+def _rebuilder(trace: Trace, tensors: Sequence[Node]) -> Callable[[Leaves], Any]:
+    """Make a function that builds the result of the model from its tensors, each of which is there once."""
+    places = {node: i for i, node in enumerate(tensors)}
+    leaves = [places.get(r) if isinstance(r, Node) else None for r in trace.results]
+    others = [None if isinstance(r, Node) else _plain(r) for r in trace.results]
+
+    def rebuild(results: Leaves) -> Any:
+        pairs = zip(leaves, others, strict=True)
+        return trace.treedef.unflatten([o if place is None else results[place] for place, o in pairs])
+
+    return rebuild
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) in PLAIN else NotKept(type(value))
+
+
+def _memory_order(node: Node) -> tuple[int, ...] | None:
+    """Sort the axes of a value from the outermost in memory to the innermost.
+
+    Returns:
+        None if that is their own order.
+
+    A message is contiguous. An operator behind it may look at the strides that the value had.
+    """
+    stride = node.meta["value"].stride
+    order = tuple(sorted(range(len(stride)), key=lambda axis: -stride[axis]))
+    return None if order == tuple(range(len(stride))) else order
+
+
+def _permuted(tensor: Tensor, order: tuple[int, ...] | None) -> Tensor:
+    return tensor if order is None else tensor.permute(order)

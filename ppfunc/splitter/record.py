@@ -1,37 +1,58 @@
-"""Record the operators that a model calls, before they are dispatched: above autograd and autocast."""
+"""Record the operators that a model calls, before they are dispatched: above autograd and autocast.
 
+Values that depend on numbers in the code of the model alone are computed where the model asks for them.
+
+Some functions of torch and Python are changed meanwhile. They are the process's, so `process_lock` is held,
+and other threads call the functions as they were.
+"""
+
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import _lru_cache_wrapper, partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import Function
+from torch.distributions import Distribution
 from torch.fx import Node, map_arg
+from torch.overrides import TorchFunctionMode
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import (
+    ASSIGNS_DATA,
+    SETS_REQUIRES_GRAD,
     BackwardCFunction,
+    CheckpointFunction,
     FakeTensor,
+    OpOverload,
+    PreDispatchMode,
     TorchDispatchMode,
+    check_values,
     is_dtensor,
     is_wrapped,
+    saved_tensor_hooks,
     schema,
     storage,
     transforming,
     version,
+    with_values,
 )
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT
+from ppfunc.stage.operators import draws, flops_of, tensors_in, written
 from ppfunc.stage.device import autocast, kinds
-from ppfunc.stage.engines.tracing.graph import TRACED, GraphRecorder, ancestors, is_element
-from ppfunc.stage.errors import place_of_call, warn
-from ppfunc.stage.operators import tensors_in, written
+from ppfunc.stage.engines.tracing.graph import (
+    TRACED,
+    GraphRecorder,
+    ancestors,
+    is_element,
+    named_arguments,
+)
+from ppfunc.stage.errors import CALLS_MODULE, place_of_call, warn
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import filled, tree_flatten
-
-from ._torch import CheckpointFunction, PreDispatchMode, saved_tensor_hooks, with_values
-from .known import by_numbers, known_values
 
 aten = torch.ops.aten
 MODEL = "the model"
@@ -63,7 +84,7 @@ class Region(NamedTuple):
 
     Args:
         grad: whether its gradient is recorded.
-        autocast: which is on, see :func:`ppfunc.stage.device.autocast`.
+        autocast: the kinds of devices that cast, with their dtypes; see :func:`ppfunc.stage.device.autocast`.
     """
 
     grad: bool
@@ -85,28 +106,31 @@ def within(region: Region, ambient: Region | None = None) -> Iterator[None]:
 
 
 class Recording(GraphRecorder, PreDispatchMode):
-    """Records the operators that this thread calls, each with the stage that it belongs to.
+    """Records the operators that this thread calls.
 
     Args:
         mapped: whether they are to run within a ``vmap``.
+        forwards: the code of the methods ``forward`` of the modules, which some models call past all hooks.
 
     Attributes:
-        graph: ``meta`` of a node has ``value`` (a `Value`, of one tensor), ``stage``, ``region`` (a
-            `Region`), ``reads`` and ``writes`` (the storages of its arguments, and of those that it writes
-            into), ``place`` (the line that called it), and ``opaque`` for a function with a backward of its
-            own.
-        stage: the stage of the operators to come.
-        operators: how many there are.
+        graph: ``meta`` of a node has ``value`` (a `Value`, of one tensor), ``region`` (a `Region`), ``reads``
+            and ``writes`` (the storages of its arguments, and of those that it writes into), ``place`` (the
+            line that called it), ``flops`` (the elements that it makes, multiplications and additions), and
+            ``opaque`` for a function with a backward of its own. ``stage`` is 0 until the trace is cut.
+        operators: the number of operators.
+        starts: the number of operators before the first in each module, by identity of the module.
         asked: the inputs on whose values the form of a result depends, where it could not be traced.
-        cuts: how many there were at each call of ``torch.distributed.pipelining.pipe_split()``.
+        cuts: the numbers of operators before the calls of ``torch.distributed.pipelining.pipe_split()``.
     """
 
-    def __init__(self, mapped: bool) -> None:
+    def __init__(self, mapped: bool, forwards: Iterable[Any] = ()) -> None:
         super().__init__(MODEL, _ENTRY, BY_HAND)
         self.mapped = mapped
-        self.stage = 0
         self.operators = 0
+        self.starts: dict[int, int] = {}
         self.cuts: list[int] = []
+        self._calls = {CALLS_MODULE, *forwards}
+        self._counter = _Counter()
         self.asked: set[Node] = set()
         self._thread = threading.get_ident()
         self._writers: dict[int, list[Node]] = {}  # by the memory that they write into
@@ -132,11 +156,6 @@ class Recording(GraphRecorder, PreDispatchMode):
                 f"write {name}.apply where it is called",
             )
         return super().node(tensor)
-
-    @property
-    def region(self) -> Region:
-        """Return the ambient state of now."""
-        return Region(torch.is_grad_enabled(), autocast())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -219,10 +238,11 @@ class Recording(GraphRecorder, PreDispatchMode):
         return result
 
     def _whole(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call what is recorded as one operator; keep the histories of its results, which belong to it."""
+        """Call a function that is recorded as one operator, and keep the histories of its results."""
         inside, self._inside = self._inside, True
         try:
-            result = call(*args, **kwargs)
+            with self._counter:
+                result = call(*args, **kwargs)
         finally:
             self._inside = inside
         for tensor in tensors_in((result, args, kwargs)):
@@ -261,21 +281,32 @@ class Recording(GraphRecorder, PreDispatchMode):
     def _note(
         self, node: Node, reads: frozenset[int] = frozenset(), writes: frozenset[int] = frozenset()
     ) -> None:
-        """Note what a node reads and writes, and where it is called."""
-        node.meta |= {"stage": self.stage, "region": self.region, "reads": reads, "writes": writes}
+        """Note the memory that a node reads and writes, and the place of its call."""
+        node.meta |= {"stage": 0, "region": Region(torch.is_grad_enabled(), autocast())}
+        node.meta |= {"reads": reads, "writes": writes}
         for memory in writes:
             self._writers.setdefault(memory, []).append(node)
         if node.op == "call_function":
+            self._note_modules()
             self.operators += 1
-            node.meta |= self.origin()
+            made = torch.Size(node.meta["value"].shape).numel() if "value" in node.meta else 0
+            node.meta |= self.origin() | {"flops": made + self._counter.taken()}
             if saved_tensor_hooks() is not None:
                 self._warn_of_checkpoint()
 
+    def _note_modules(self) -> None:
+        """Note the modules whose calls run now, before their first operator."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename != _ENTRY:
+            if frame.f_code in self._calls:
+                self.starts.setdefault(id(frame.f_locals.get("self")), self.operators)
+            frame = frame.f_back
+
     def _on_known(self, func: Any, args: Any, kwargs: Any, nodes: list[Node]) -> Any:
-        """Call an operator that needs values on known ones. The tensors that it returns are constants.
+        """Call an operator that needs values on known values. The tensors that it returns are constants.
 
         Returns:
-            Its result; None where values are not known.
+            The result; None where values are not known.
         """
         values = known_values(nodes, self._writers, autocast())
         if values is None:
@@ -295,6 +326,24 @@ class Recording(GraphRecorder, PreDispatchMode):
                 " by the stages of a split: gradients are the same, memory is not saved; use"
                 " engine=ppfunc.engines.graph(remat=...), or none of them"
             )
+
+
+class _Counter(TorchDispatchMode):
+    """Counts multiplications and additions, of a DTensor the counts of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._count += flops_of(getattr(func, "overloadpacket", func), args, kwargs or {}, result)
+        return result
+
+    def taken(self) -> int:
+        """Return the count, and begin again."""
+        count, self._count = self._count, 0
+        return count
 
 
 class _Below(TorchDispatchMode):
@@ -318,3 +367,192 @@ def calling_place() -> str:
 def storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """List the memories of tensors. Sparse ones have none."""
     return frozenset(at for at in map(storage, tensors) if at is not None)
+
+
+# -- values that are known without those of inputs
+
+
+def known_values(
+    asked: Sequence[Node], writers: Mapping[int, Sequence[Node]], autocast: Any
+) -> dict[Node, Any] | None:
+    """Replay the operators that values depend on: a mask of ``torch.ones`` is known, an input is not.
+
+    Args:
+        asked: the nodes of tensors, which count with all that has been written into their memory.
+        writers: the nodes that write into each memory.
+        autocast: the current state; operators called under another one are not replayed.
+
+    Returns:
+        The values of ``asked``, and of the nodes that they depend on; None if one of these is an input, a
+        parameter, a buffer, or random.
+    """
+    needed: set[Node] = set()
+    todo = [*asked, *(writer for node in asked for writer in writers.get(node.meta["value"].storage, ()))]
+    while todo:
+        node = todo.pop()
+        if node in needed:
+            continue
+        if not (node.meta.get("known") if node.op == "get_attr" else _replayable(node, autocast)):
+            return None
+        needed.add(node)
+        todo += node.all_input_nodes
+        todo += [w for memory in node.meta["reads"] for w in writers.get(memory, ()) if w < node]
+    values: dict[Node, Any] = {}
+    with with_values(), torch.no_grad():
+        for node in sorted(needed):
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            target: Any = node.target
+            constant = node.op == "get_attr"
+            values[node] = node.meta["constant"].clone() if constant else target(*args, **kwargs)
+    return values
+
+
+def _replayable(node: Node, autocast: Any) -> bool:
+    if node.op != "call_function" or node.meta["region"].autocast != autocast:
+        return False
+    return is_element(node) or (
+        isinstance(node.target, OpOverload) and not draws(node.target, node.args, node.kwargs)
+    )
+
+
+# Operators that look at the form of an argument alone, with those that make the same of numbers.
+_FACTORIES = {
+    aten.empty_like.default: aten.empty.memory_format,
+    aten.zeros_like.default: aten.zeros.default,
+    aten.ones_like.default: aten.ones.default,
+    aten.full_like.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+}
+
+
+def by_numbers(func: OpOverload, args: Any, kwargs: Any, result: Any) -> tuple[OpOverload, Any, Any]:
+    """Replace a call that reads a tensor for its form alone: a mask of ``ones_like(h)`` needs no ``h``.
+
+    Returns:
+        The operator and its arguments, unchanged if values are read.
+    """
+    if func in _FACTORIES and result.layout is torch.strided and result.is_contiguous():
+        arguments = named_arguments(func, args, kwargs)
+        value = [arguments["fill_value"]] if "fill_value" in arguments else []
+        return (
+            _FACTORIES[func],
+            (list(result.shape), *value),
+            {"dtype": result.dtype, "device": result.device},
+        )
+    if func in (aten.expand_as.default, aten.view_as.default):
+        changed = aten.expand.default if func is aten.expand_as.default else aten.view.default
+        return changed, (args[0], list(result.shape)), {}
+    if func is aten.type_as.default or (func is aten.to.other and len(args) == 2 and not kwargs):
+        return aten.to.dtype, (args[0], result.dtype), {}
+    return func, args, kwargs
+
+
+# -- functions of torch and Python that are changed meanwhile
+
+# Functions that no operator records: owner, name, effect on the model, replacement.
+_UNSEEN = (
+    (torch, "manual_seed", "seeds the default random generator", "leave that out"),
+    (torch.random, "manual_seed", "seeds the default random generator", "leave that out"),
+    *(
+        (
+            torch.Tensor,
+            name,
+            f"puts a hook onto the gradient of a tensor ({name})",
+            "write an autograd.Function",
+        )
+        for name in ("register_hook", "register_post_accumulate_grad_hook")
+    ),
+)
+
+
+@contextmanager
+def functions_kept(recording: Recording) -> Iterator[None]:
+    """Make each ``autograd.Function`` that the recorded thread calls one operator with its own backward."""
+
+    def apply(original: Callable[..., Any], cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        bound = partial(original, cls)
+        return recording.call_function(bound, cls, args, kwargs) if recording.here else bound(*args, **kwargs)
+
+    with _replaced(Function, "apply", apply):
+        yield
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Call functions that ``torch.compile`` has made as the Python that they were made of."""
+    known = "torch._dynamo" in sys.modules  # nothing is compiled without it, and its import is slow
+    return torch.compiler.set_stance("force_eager") if known else nullcontext()
+
+
+@contextmanager
+def unseen_refused() -> Iterator[None]:
+    """Refuse actions that no operator records: seeds, hooks onto a gradient."""
+
+    def refuse(what: str, mend: str, *_: Any, **__: Any) -> Any:
+        raise StageError(MODEL, f"it {what}{calling_place()}, which is not traced", f"{mend}, or {BY_HAND}")
+
+    with ExitStack() as stack:
+        for owner, name, what, mend in _UNSEEN:
+            stack.enter_context(_replaced(owner, name, partial(refuse, what, mend)))
+        yield
+
+
+@contextmanager
+def values_unchecked() -> Iterator[None]:
+    """Skip checks of values: ``torch._check``, and of distributions' arguments."""
+    before = Distribution._validate_args
+    Distribution.set_default_validate_args(False)
+    try:
+        with _replaced(torch, check_values.__name__, lambda *_, **__: None):
+            yield
+    finally:
+        Distribution.set_default_validate_args(before)
+
+
+class AssignedAttributes(TorchFunctionMode):
+    """Sees assignments to attributes of tensors, which are no operators.
+
+    ``requires_grad`` may be asked of a value that has a gradient, such as a view of an input, where torch
+    takes leaves alone; ``data`` is refused.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == ASSIGNS_DATA:
+            raise StageError(
+                MODEL,
+                f"it assigns to the data of a tensor{calling_place()}, which is not traced",
+                f"make a new tensor, or {BY_HAND}",
+            )
+        known = func == SETS_REQUIRES_GRAD and args[1] and args[0].grad_fn is not None
+        return None if known else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def caches_emptied(values: Iterable[Any]) -> Iterator[None]:
+    """Empty the caches (``functools.lru_cache``) among these that are filled: with tensors without values."""
+    misses = {cache: cache.cache_info().misses for cache in values if isinstance(cache, _lru_cache_wrapper)}
+    try:
+        yield
+    finally:
+        for cache, before in misses.items():
+            if cache.cache_info().misses != before:
+                cache.cache_clear()
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, replace: Callable[..., Any]) -> Iterator[None]:
+    """Have this thread call ``replace(original, *args)`` for a function of a class or a module."""
+    this, held = threading.get_ident(), vars(owner)[name]
+    original = held.__func__ if isinstance(held, classmethod) else held
+
+    @wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (partial(replace, original) if threading.get_ident() == this else original)(*args, **kwargs)
+
+    setattr(owner, name, classmethod(call) if isinstance(held, classmethod) else call)
+    try:
+        yield
+    finally:
+        setattr(owner, name, held)

@@ -13,17 +13,15 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ppfunc.stage import StageError
-from ppfunc.stage._torch import without_modes
+from ppfunc.stage._torch import vmapped, without_modes
 from ppfunc.stage.abstract.captures import Watch, ambient
 from ppfunc.stage.device import autocast
 from ppfunc.stage.process import process_lock
 
-from ._torch import vmapped
 from .call import CallForm, Constants, LeafForm
-from .cut import StagePart, cut, readers, state_buffers
-from .program import StageCode, stage_codes
+from .cut import StageCode, StagePart, cut, readers, stage_codes, state_buffers
 from .record import Region
-from .trace import Trace, label_stages, trace
+from .trace import Trace, trace
 
 _MOST = 32  # forms of inputs whose code is kept
 
@@ -33,13 +31,14 @@ class Source:
 
     Args:
         model: any module.
-        forms: how it is called: in each of the calls at the split.
+        forms: the forms of the calls at the split.
         names: the modules that begin the stages after the first.
         known: the arguments whose values belong to the form of a call.
 
     Attributes:
-        held: what each stage reads, writes and takes in any of these calls, which all other code has to fit.
-        loaded: buffers to be read in the place of the model's.
+        held: the parameters, buffers and sources of each stage in any of these calls, which all other code
+            has to fit.
+        loaded: the buffers to be read in the place of the model's.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Source:
 
     @property
     def cut(self) -> str:
-        """Name the model, where it is cut, and a digest of what its stages hold: the same on all ranks."""
+        """Name the model, its cuts, and a digest of the names that its stages hold: the same on all ranks."""
         held = sha256(repr([(code.params, code.state) for code in self.held]).encode()).hexdigest()[:16]
         return f"{type(self.model).__name__} cut at {', '.join(self.names) or 'no module'} ({held})"
 
@@ -80,11 +79,11 @@ class Source:
         device: torch.device,
         state: Sequence[str] = (),
     ) -> None:
-        """Make the code of the calls at the split, and note what the stages hold.
+        """Make the code of the calls at the split, and note the tensors that the stages hold.
 
         Args:
-            calls: the forms of the inputs of each, and its trace.
-            device: where the stages compute.
+            calls: the forms of the inputs of each call, and its trace.
+            device: the device of the stages.
             state: patterns of names of buffers that are state, though the model only reads them.
 
         Raises:
@@ -94,11 +93,12 @@ class Source:
         for name in self.names:
             if all(name not in traced.starts for traced in traces):
                 raise ValueError(
-                    f"at: the module {name} is not called; name one that is, or the modules within it"
+                    f"at: the module {name} is not called, or calls no operator; name another one, or the"
+                    " modules within it"
                 )
         read: dict[str, int] = {}
         for traced in sorted(traces, key=lambda t: len(t.starts.keys() & {*self.names}), reverse=True):
-            label_stages(traced, _begins(self.names, traced, self._readers))
+            _label_stages(self.names, traced, self._readers)
             self._readers = readers(traced, traced.params) | self._readers
             read = readers(traced, traced.buffers) | read
             self._homes = state_buffers(traced) | self._homes
@@ -126,9 +126,9 @@ class Source:
         """Return the code of every stage for a call with inputs of these forms.
 
         Args:
-            form: how the model is called.
-            inputs: the forms.
-            device: where the stages compute.
+            form: the form of the call.
+            inputs: the forms of its tensors.
+            device: the device of the stages.
             traced: the trace of the model for them, by default made here.
             compute: the dtype of all floating parameters, by default that of each in the model.
 
@@ -150,7 +150,10 @@ class Source:
             if key not in self._codes:
                 if traced is None:
                     traced = self._trace(form, inputs, device, compute, mapped)
-                self._codes[key] = self._make_codes(traced, mapped)
+                _label_stages(self.names, traced, self._readers)
+                parts = cut(traced, self.stages, self._homes)
+                _require_fit(self.held, parts)
+                self._codes[key] = stage_codes(traced, parts, Region(True, autocast()), mapped)
                 while len(self._codes) > _MOST:
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
@@ -159,11 +162,14 @@ class Source:
     def compute_dtype(
         self, params: Mapping[str, Tensor], before: torch.dtype | None, stage: int
     ) -> torch.dtype | None:
-        """Return the dtype of all floating parameters in a step, None where each has that of the model.
+        """Find the dtype to which a step casts all floating parameters.
 
         Args:
-            params: those of a stage.
-            before: as the stage before has returned.
+            params: the parameters of a stage.
+            before: the dtype that was found in the stage before.
+
+        Returns:
+            The dtype; None where each parameter has the dtype of the model.
 
         Raises:
             StageError: only some have another dtype than in the model.
@@ -213,16 +219,13 @@ class Source:
         mapped: bool,
     ) -> Trace:
         try:
-            return trace(self.model, form, inputs, device, self.names, compute, mapped)
+            return trace(self.model, form, inputs, device, compute, mapped)
         except StageError as error:
             calls = [*zip(self.forms, self._inputs, strict=True)]
-            kinds = [(leaf.shape[1:], leaf.dtype) for leaf in inputs]
-            if any(
-                known.inputs == form.inputs and kinds == [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
-                for known, leaves in calls
-            ):
+            got, known = _without_rows(form, inputs), [_without_rows(*call) for call in calls]
+            if got in known:
                 raise
-            expected = " or ".join(known.described(leaves) for known, leaves in calls)
+            expected = " or ".join(call.described(leaves) for call, leaves in calls)
             raise StageError(
                 error.stage,
                 f"called with {form.described(inputs)}, where the split had {expected}, {error.reason}",
@@ -230,17 +233,9 @@ class Source:
                 " split with one example of each form, ppfunc.split(model, ppfunc.Microbatches([...]))",
             ) from error
 
-    def _make_codes(self, traced: Trace, mapped: bool) -> tuple[StageCode, ...]:
-        ambient = Region(True, autocast())
-        label_stages(traced, _begins(self.names, traced, self._readers))
-        parts = cut(traced, self.stages, self._homes)
-        _require_plain(parts)
-        _require_same(self.held, parts)
-        return stage_codes(traced, parts, ambient, mapped)
-
 
 class Footprint(NamedTuple):
-    """Describe what a stage reads and writes in any of several calls of the model.
+    """Describe the tensors that a stage reads and writes in any of several calls of the model.
 
     Args:
         params, constants, state: names of the tensors of the model.
@@ -254,22 +249,23 @@ class Footprint(NamedTuple):
 
     @classmethod
     def of(cls, codes: Sequence[StageCode]) -> Self:
-        """Put together what the code of one stage holds, for all calls."""
+        """Put together the tensors that the code of one stage holds, for all calls."""
         each = zip(*((code.params, code.constants, code.state, code.received) for code in codes), strict=True)
         return cls(*(tuple(dict.fromkeys(chain.from_iterable(names))) for names in each))
 
 
-def _require_plain(parts: Sequence[StagePart]) -> None:
-    """Raise where a stage would take a DTensor from another."""
-    for stage, part in enumerate(parts):
-        for source, nodes in part.received.items():
-            for node in nodes:
-                if node.meta["laid"]:
-                    raise StageError(
-                        f"stage {stage}",
-                        f"it takes the value {_described(node)}, a DTensor, from stage {source}",
-                        "cut where activations are plain tensors, as use_local_output=True makes them",
-                    )
+def _without_rows(form: CallForm, inputs: Sequence[LeafForm]) -> str:
+    """Describe a call by the forms of the rows of its inputs, however many they are."""
+    return form.described([leaf._replace(shape=leaf.shape[1:]) for leaf in inputs])
+
+
+def _label_stages(names: Sequence[str], traced: Trace, home: Mapping[str, int]) -> None:
+    """Give each operator its stage; see `_begins` for the arguments."""
+    operators = [node for node in traced.nodes if node.op == "call_function"]
+    bounds = [0, *_begins(names, traced, home), len(operators)]
+    for stage, (start, end) in enumerate(pairwise(bounds)):
+        for node in operators[start:end]:
+            node.meta["stage"] = stage
 
 
 def _begins(names: Sequence[str], traced: Trace, home: Mapping[str, int]) -> list[int]:
@@ -278,9 +274,9 @@ def _begins(names: Sequence[str], traced: Trace, home: Mapping[str, int]) -> lis
     A stage whose module is not called begins where a parameter of it, or of a later one, is read.
 
     Args:
-        names: of the modules at which the stages after the first begin.
+        names: the names of the modules at which the stages after the first begin.
         traced: a trace of the model.
-        home: of parameters the first stage that reads them in other calls.
+        home: the first stage that reads each parameter in other calls.
 
     Raises:
         ValueError: the named modules are not called in this order, or a stage would have no operator.
@@ -305,27 +301,35 @@ def _begins(names: Sequence[str], traced: Trace, home: Mapping[str, int]) -> lis
             raise ValueError(
                 f"at: the module {name} begins {where}, which leaves a stage without any; leave one out"
             )
-    if begins and begins[-1] == len(operators):
-        raise ValueError(f"at: the module {names[-1]} calls no operator, nor does any after it; leave it out")
     return begins
 
 
-def _require_same(held: Sequence[Footprint], parts: Sequence[StagePart]) -> None:
-    """Raise where stages take other parameters, state or values than those of the split."""
+def _require_fit(held: Sequence[Footprint], parts: Sequence[StagePart]) -> None:
+    """Raise where stages take a DTensor, or parameters, state or values that the split does not have."""
     when = "for the inputs, the mode or the modules that it has now, and did not at the split"
     mend = "split with inputs of this form, in this mode (training or evaluation)"
-    for stage, (code, part) in enumerate(zip(held, parts, strict=False)):  # at the split nothing is held yet
-        if other := [name for name in part.params if name not in code.params]:
-            raise StageError(f"stage {stage}", f"it reads the parameter {other[0]} {when}", mend)
-        if other := [name for name in part.state if name not in code.state]:
-            raise StageError(f"stage {stage}", f"it writes into the buffer {other[0]} {when}", mend)
-        for source, (node, *_) in part.received.items():
-            if source < stage - 1 and source not in code.received:
+    for stage, part in enumerate(parts):
+        for source, nodes in part.received.items():
+            if laid := [node for node in nodes if node.meta["laid"]]:
                 raise StageError(
                     f"stage {stage}",
-                    f"it takes the value {_described(node)}, from stage {source} {when}",
-                    mend,
+                    f"it takes the value {_described(laid[0])}, a DTensor, from stage {source}",
+                    "cut where activations are plain tensors, as use_local_output=True makes them",
                 )
+        if not held:  # at the split
+            continue
+        reads = [name for name in part.params if name not in held[stage].params]
+        writes = [name for name in part.state if name not in held[stage].state]
+        takes = [a for a in part.received if a < stage - 1 and a not in held[stage].received]
+        if reads or writes or takes:
+            what = (
+                f"reads the parameter {reads[0]}"
+                if reads
+                else f"writes into the buffer {writes[0]}"
+                if writes
+                else f"takes the value {_described(part.received[takes[0]][0])}, from stage {takes[0]}"
+            )
+            raise StageError(f"stage {stage}", f"it {what} {when}", mend)
 
 
 def _described(node: Node) -> str:

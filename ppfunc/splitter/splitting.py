@@ -1,29 +1,21 @@
 """Split any model into stages: choose the modules at which to cut, trace one call, cut the trace."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node, map_arg
 
 from ppfunc._checks import naming_arguments, require_type, shown
 from ppfunc.parallel.partition import Partition, partition_balanced
 from ppfunc.schedule.collector import collector_paused
-from ppfunc.stage._torch import OpOverload
-from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, without_values
-from ppfunc.stage.engines.tracing.graph import comparable, is_element, is_view
 from ppfunc.stage.modules import is_subclass, require_usable
-from ppfunc.stage.operators import flop_counter
 
 from .call import CallForm, Constants, LeafForm
-from .known import call_again
-from .record import within
 from .source import Source
-from .trace import PIPE_SPLIT, Tensors, Trace, trace, undisturbed
+from .trace import PIPE_SPLIT, Tensors, Trace, trace
 from .value import Split, make_stage
 from .weights import overlapping
 
@@ -109,7 +101,7 @@ def split(
     require_type("state", state, list | tuple, "a list of patterns of names of buffers")
     calls = [CallForm.of(known.read(example), known.read(kwargs)) for example in examples]
     forms = [form for form, _ in calls]
-    if len({form.kind for form in forms}) != 1:
+    if len({form.positional for form in forms}) != 1:
         raise ValueError(
             f"args: got the examples {' and '.join(form.described() for form in forms)}; give dictionaries of"
             " keyword arguments, or tuples of as many positional ones, with None for what an example has not"
@@ -117,10 +109,10 @@ def split(
     tensors = [t for _, of_call in calls for t in of_call]
     inputs = [tuple(LeafForm(tuple(t.shape), t.dtype) for t in of_call) for _, of_call in calls]
     device = next((t.device for t in (*model.parameters(), *tensors) if not t.is_meta), torch.device("cpu"))
-    names = _checked_names(model, at) if isinstance(at, Sequence) else _levels(model)[-1]
-    traces = [trace(model, form, leaves, device, names) for form, leaves in zip(forms, inputs, strict=True)]
+    names = _checked_names(model, at) if isinstance(at, Sequence) else []
+    traces = [trace(model, form, leaves, device) for form, leaves in zip(forms, inputs, strict=True)]
     if not isinstance(at, Sequence):
-        names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), device, at)
+        names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), at)
     source = Source(model, forms, names, known)
     source.hold([*zip(inputs, traces, strict=True)], device, state)
     model_tensors = Tensors.of(model)
@@ -205,12 +197,7 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f"its outermost modules are {', '.join(outermost) or 'none'}"
 
 
-def _choose(
-    model: nn.Module,
-    traced: Trace,
-    device: torch.device,
-    at: int | Partition | None,
-) -> list[str]:
+def _choose(model: nn.Module, traced: Trace, at: int | Partition | None) -> list[str]:
     """Choose the modules that begin the stages after the first.
 
     The layers of a model are the elements of its ``ModuleList`` and ``Sequential`` containers, those of the
@@ -219,7 +206,6 @@ def _choose(
 
     Args:
         traced: a trace of the model.
-        device: where it computes.
         at: the number of stages, a partition of the layers, or None for the calls of ``pipe_split()``.
 
     Raises:
@@ -242,7 +228,8 @@ def _choose(
             f"at: got {at!r}, expected names of modules, such as {[*at] if isinstance(at, dict) else ['0']},"
             " a number of stages from 1, or a Partition"
         )
-    return _balanced(called, traced.starts, _flops(traced, device), at)
+    flops = (node.meta["flops"] for node in traced.nodes if node.op == "call_function")
+    return _balanced(called, traced.starts, [*accumulate(flops, initial=0.0)], at)
 
 
 def _levels(model: nn.Module) -> list[list[str]]:
@@ -259,7 +246,7 @@ def _levels(model: nn.Module) -> list[list[str]]:
 
 
 def _in_order(names: Sequence[str], starts: Mapping[str, int]) -> list[str]:
-    """Sort the modules that are called by their first calls; keep the first of those at the same operator."""
+    """Sort modules by their first operators. Of several with the same one, keep the first."""
     first: dict[int, str] = {}
     for name in names:
         if name in starts:
@@ -300,40 +287,3 @@ def _balanced(
         )
     least = min(heaviest for heaviest, _ in choices)
     return next(names for heaviest, names in choices if heaviest <= _NEAR * least)
-
-
-def _flops(traced: Trace, device: torch.device) -> list[float]:
-    """Count operations before each operator and after the last.
-
-    An operation is a multiplication, an addition, or an element made. Equal calls are counted once. Of
-    DTensors the whole counts, and functions that lay them out do not.
-    """
-    marks, known, values = [0.0], dict[Any, float](), dict[Node, Any]()
-    with undisturbed(), without_values(), flop_counter() as counter:
-        for node in traced.nodes:
-            if node.op == "get_attr":
-                values[node] = call_again(node, values)
-                continue
-            value = node.meta.get("value")
-            count: float = torch.Size(value.shape).numel() if value is not None else 0
-            sparse = value is not None and value.storage is None  # strides do not make it
-            free = is_element(node) or (isinstance(node.target, OpOverload) and is_view(node.target))
-            laid = "opaque" in node.meta and any(
-                "value" in n.meta and n.meta["laid"] for n in (node, *node.all_input_nodes)
-            )
-            if sparse or not (free or laid):
-                called = map_arg((node.args, node.kwargs), lambda n: n.meta["value"]._replace(storage=None))
-                key = node.target, node.meta["region"], comparable(called)
-                if sparse or key not in known:
-                    before = counter.get_total_flops()
-                    forms = {n: n.meta["value"] for n in node.all_input_nodes if n not in values}
-                    made = {
-                        n: torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=device)
-                        for n, v in forms.items()
-                    }
-                    with within(node.meta["region"]), suppress(*DATA_DEPENDENT):  # these count nothing
-                        values[node] = call_again(node, values | made)
-                    known[key] = counter.get_total_flops() - before
-                count += known[key]
-            marks.append(marks[-1] + count)
-        return marks

@@ -1,10 +1,10 @@
 """Trace one call of a model without values."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
+from inspect import unwrap
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ppfunc.stage import StageError
-from ppfunc.stage._torch import DynamicOutputShapeException, without_modes, without_transforms
+from ppfunc.stage._torch import (
+    DynamicOutputShapeException,
+    enable_python_dispatcher,
+    without_modes,
+    without_transforms,
+)
 from ppfunc.stage.abstract.captures import Watch
 from ppfunc.stage.abstract.evaluation import (
     DATA_DEPENDENT,
@@ -30,18 +35,18 @@ from ppfunc.stage.process import process_lock, without_foreign_draws
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten
 
-from ._torch import enable_python_dispatcher
 from .call import CallForm, LeafForm
-from .patches import (
+from .record import (
+    BY_HAND,
+    MODEL,
     AssignedAttributes,
+    Recording,
     caches_emptied,
     functions_kept,
-    noted,
     uncompiled,
     unseen_refused,
     values_unchecked,
 )
-from .record import BY_HAND, MODEL, Recording
 
 PIPE_SPLIT = "pipe_split() "
 """Begins the names of the cuts that the model makes itself; their numbers, from 1, follow."""
@@ -51,15 +56,15 @@ class Trace(NamedTuple):
     """Hold the trace of one call of a model.
 
     Args:
-        nodes: its operators in order, after its inputs; see `Recording` for what is known of each.
+        nodes: the operators in order; their ``meta`` is told in `Recording`.
         params, buffers: the nodes of the tensors of the model, by the first name of each.
         inputs: the nodes of the tensors among its arguments.
         treedef: structure of its result.
         results: the leaves of it: nodes, or values of Python.
         replaced: the nodes of the tensors that the model has put in the place of buffers.
         frozen: the parameters that require no gradient.
-        starts: for the modules that were asked for, and calls of ``pipe_split()``, how many operators came
-            before the first call.
+        starts: the numbers of operators before the first in each module, by every name of the module, and
+            before each call of ``pipe_split()``.
     """
 
     nodes: tuple[Node, ...]
@@ -77,7 +82,8 @@ class Tensors(NamedTuple):
     """Hold the tensors of a model, each once.
 
     Args:
-        params, buffers: by the first name of each.
+        params: the parameters, by the first name of each.
+        buffers: the buffers likewise.
         places: further names, of tied tensors, each with the first one.
     """
 
@@ -99,18 +105,16 @@ def trace(
     form: CallForm,
     inputs: Sequence[LeafForm],
     device: torch.device,
-    names: Iterable[str],
     compute: torch.dtype | None = None,
     mapped: bool = False,
 ) -> Trace:
-    """Call the model on tensors without values, and record what it does.
+    """Call the model on tensors without values, and record its operators.
 
     Args:
-        model: it is left unmodified.
-        form: how to call it.
-        inputs: the form of the tensors among its arguments.
-        device: where it computes, wherever its tensors are now.
-        names: of modules, whose first calls are noted.
+        model: the model, which is left unmodified.
+        form: the form of the call.
+        inputs: the forms of the tensors among the arguments.
+        device: the device that the model computes on, wherever its tensors are now.
         compute: the dtype of its floating parameters, by default that of each.
         mapped: whether it is to run within a ``vmap``.
 
@@ -121,9 +125,7 @@ def trace(
     # It sees draws by functions that `unseen_refused` does not replace.
     then = (watch := Watch(model)).state()
     with caches_emptied(value for _, value in watch.found.values()):
-        traced = without_foreign_draws(
-            partial(_trace, model, form, inputs, device, names, compute, mapped), MODEL
-        )
+        traced = without_foreign_draws(partial(_trace, model, form, inputs, device, compute, mapped), MODEL)
     watch.settle(then, (), MODEL)
     return traced
 
@@ -133,26 +135,22 @@ def _trace(
     form: CallForm,
     inputs: Sequence[LeafForm],
     device: torch.device,
-    names: Iterable[str],
     compute: torch.dtype | None,
     mapped: bool,
 ) -> Trace:
     tensors = Tensors.of(model)
     with process_lock, undisturbed(), unseen_refused(), without_values():
-        recording = Recording(mapped)
+        recording = Recording(mapped, _codes_of_forwards(model))
         fakes = {name: _like(t, device, compute) for name, t in tensors.params.items()}
         fakes |= {name: _like(t, device) for name, t in tensors.buffers.items()}
         input_tensors = tuple(_input(leaf, device) for leaf in inputs)
         nodes = {name: recording.place(t, "v_" + re.sub(r"\W", "_", name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(input_tensors))
-        starts: dict[str, int] = {}
-        modules = [name for name in names if not name.startswith(PIPE_SPLIT)]
         tensors_by_name = fakes | {place: fakes[name] for place, name in tensors.places.items()}
         with (
             unmodified(model),
             values_unchecked(),
             AssignedAttributes(),
-            noted(model, modules, lambda name: starts.setdefault(name, recording.operators)),
             functions_kept(recording),
             in_python(),
             uncompiled(),
@@ -167,6 +165,11 @@ def _trace(
             for name in tensors.buffers
             if tensors_by_name[name] is not fakes[name]
         }
+    starts = {
+        name: recording.starts[id(module)]
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(module) in recording.starts
+    }
     return Trace(
         tuple(n for n in recording.graph.nodes if n.op != "placeholder"),
         {name: nodes[name] for name in tensors.params},
@@ -178,14 +181,6 @@ def _trace(
         frozenset(name for name, p in tensors.params.items() if not p.requires_grad),
         starts | {f"{PIPE_SPLIT}{n}": before for n, before in enumerate(recording.cuts, 1)},
     )
-
-
-def label_stages(traced: Trace, begins: Sequence[int]) -> None:
-    """Give each operator its stage. ``begins`` are the operators with which later stages begin."""
-    operators = [node for node in traced.nodes if node.op == "call_function"]
-    for stage, (start, end) in enumerate(pairwise([0, *begins, len(operators)])):
-        for node in operators[start:end]:
-            node.meta["stage"] = stage
 
 
 def _call(
@@ -240,6 +235,11 @@ def undisturbed() -> Iterator[None]:
     """Run the body without the modes and transforms that are active outside."""
     with without_transforms(), without_modes(), torch.inference_mode(False), torch.enable_grad():
         yield
+
+
+def _codes_of_forwards(model: nn.Module) -> set[Any]:
+    functions = (unwrap(type(module).forward) for module in model.modules())
+    return {getattr(function, "__code__", None) for function in functions}
 
 
 def _require_no_hooks(model: nn.Module) -> None:

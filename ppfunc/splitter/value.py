@@ -34,9 +34,9 @@ class Split:
     """A model cut into stages.
 
     Args:
-        stages: one pure function per stage, ``fn(params, x) -> y``, or ``fn(params, x, state) -> Output`` for
-            a stage with a state. The last returns the output of the model, in the model's own class. Parts of
-            it that are neither tensors nor plain values, such as a cache, raise when they are used.
+        stages: the pure function of each stage, ``fn(params, x) -> y``; ``fn(params, x, state) -> Output``
+            for a stage with a state. The last returns the output of the model, in the model's own class.
+            Parts of it that are neither tensors nor plain values, such as a cache, raise when they are used.
         params: ``{stage: {name: tensor}}``, by the model's own names, detached; the model's tensors are not
             copied. A tied parameter is in every stage that reads it, under its first name, as the same
             tensor.
@@ -102,8 +102,8 @@ class Split:
             weights: a safetensors file, a folder of them with or without an index, or a state dict. Names are
                 the model's; of a tied parameter any of its names will do.
             stages: the stages to read, those of this process; all by default.
-            dtype: of the floating parameters, by default those of the model. ``torch.float32`` keeps what a
-                model in bfloat16 would round: give it to a trainer with
+            dtype: the dtype of the floating parameters, by default their dtypes in the model.
+                ``torch.float32`` keeps what a model in bfloat16 would round: give it to a trainer with
                 ``Precision(compute=torch.bfloat16, master=torch.float32)``.
 
         Returns:
@@ -208,7 +208,7 @@ def materialize(
     init: Callable[[str, Tensor, torch.Generator], object] | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[int, dict[str, Tensor]]:
-    """Make the parameters of some stages of a model on ``meta``, one module after the other.
+    """Make the parameters of some stages of a model on ``meta``, module by module.
 
     Only these parameters, and the module at work, are ever allocated.
 
@@ -224,7 +224,7 @@ def materialize(
     Args:
         split: the split of a model.
         stages: the numbers of the stages, such as ``schedule.model_stages_of(rank)``; all by default.
-        seed: of all numbers.
+        seed: the seed of all numbers, an int.
         init: a function ``init(name, tensor, generator)`` that fills a parameter in place, or leaves it to
             its module by not writing.
         device: the device of the parameters.

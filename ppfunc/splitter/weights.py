@@ -40,7 +40,7 @@ def read_weights(
     stages: Iterable[int] | None,
     dtype: torch.dtype | None,
 ) -> tuple[dict[int, dict[str, Tensor]], dict[int, dict[str, Tensor]], dict[str, Tensor]]:
-    """Read the parameters, the state and the other buffers of some stages, each tensor once.
+    """Read the parameters, the state and the constant buffers of some stages, each tensor once.
 
     Returns:
         Parameters and state by stage, and by name the buffers that are only read.
@@ -116,7 +116,7 @@ def draw_weights(
     init: Init | None,
     device: torch.device | str,
 ) -> dict[int, dict[str, Tensor]]:
-    """Draw the parameters of some stages that are on ``meta``, one module after the other.
+    """Draw the parameters of some stages that are on ``meta``, module by module.
 
     Raises:
         ValueError: nothing writes a parameter, or there is no such stage.
@@ -196,7 +196,11 @@ def _known_stages(stages: Iterable[int] | None, source: Source) -> list[int]:
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """Find two names of tensors that share memory; None without any."""
+    """Find two names of tensors that share memory.
+
+    Returns:
+        The names; None where no two tensors do.
+    """
     spans: dict[int | None, list[tuple[Any, Any, str]]] = {}  # first and last byte
     for name, t in tensors.items():
         if t.numel():

@@ -16,6 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
+
+# Modes of the key `PreDispatch`, which sees operators above autograd and autocast, need the dispatcher of
+# Python.
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 # Types of dispatched operators: `OpOverload` has a schema, everything else is an operator on functions.
@@ -28,14 +32,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensor as FakeTensor,
     FakeTensorMode as FakeTensorMode,
     UnsupportedOperatorException as UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 
 # The history of a result of an `autograd.Function` is an object of a subclass of it.
 from torch.autograd.function import BackwardCFunction as BackwardCFunction
 
+# The class of modes that the key `PreDispatch` takes.
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
 # Sees every operator below autograd; `supports_higher_order_operators` is an attribute of such modes.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import SUPPORTED_NODES, register_pytree_node as register_pytree_node
+
+# The function by which reentrant checkpoints hide their region.
+from torch.utils.checkpoint import CheckpointFunction as CheckpointFunction
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -98,6 +109,26 @@ def indexing() -> Any:
 # Leave all torch.func transforms, and all modes, within a `with`: to compute with values during a trace.
 without_transforms, without_modes = temporarily_clear_interpreter_stack, _disable_current_modes
 
+# Computes with values during a trace.
+with_values = unset_fake_temporarily
+
+# Raises where one of the values of a tensor is false: what the checks of torch come to.
+check_values = torch._check_tensor_all_with
+
+
+class PreDispatchMode(ProxyTorchDispatchMode):
+    """Sees every operator before autograd and autocast do: dropout and attention are one operator."""
+
+    def __init__(self) -> None:
+        no_tracer: Any = None
+        super().__init__(no_tracer, "fake", pre_dispatch=True)
+
+
+def saved_tensor_hooks() -> Any:
+    """Return the innermost hooks on saved tensors, None without any."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
@@ -114,8 +145,16 @@ unwrapped = torch._C._functorch.get_unwrapped
 
 def differentiating() -> bool:
     """Tell whether any torch.func transform around differentiates."""
-    layers = torch._C._functorch.get_interpreter_stack() or ()
-    return any(layer.key().name in ("Grad", "Jvp") for layer in layers)
+    return not _transforms().isdisjoint(("Grad", "Jvp"))
+
+
+def vmapped() -> bool:
+    """Tell whether a ``vmap`` is active: an unmapped tensor cannot be written into by a mapped one."""
+    return "Vmap" in _transforms()
+
+
+def _transforms() -> set[str]:
+    return {layer.key().name for layer in torch._C._functorch.get_interpreter_stack() or ()}
 
 
 # How many modes see the operators, and the functions, that Python calls.

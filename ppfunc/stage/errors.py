@@ -22,7 +22,8 @@ TRACED_MODULES = "ppfunc_traced_modules"
 
 Names = dict[int, tuple[torch.nn.Module, dict[int, str]]]
 """An outermost module, by identity, with the names of all modules in it, by identity."""
-_CALL = torch.nn.Module._call_impl.__code__
+CALLS_MODULE = torch.nn.Module._call_impl.__code__
+"""The code that calls the ``forward`` of a module."""
 
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 _LAYERS = Path(torch.__file__).parent / "nn" / "modules"
@@ -174,7 +175,7 @@ def module_of_call(end: str, known: Names) -> ModulePlace | None:
     inside: list[torch.nn.Module] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != end:
-        if frame.f_code is _CALL:
+        if frame.f_code is CALLS_MODULE:
             inside.append(frame.f_locals["self"])
         elif traced := frame.f_globals.get(TRACED_MODULES, {}).get(frame.f_lineno):
             return traced

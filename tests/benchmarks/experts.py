@@ -17,16 +17,15 @@ interleaved is faster).
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from timing import Cost, measure
+from timing import in_turn, report
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
@@ -62,13 +61,10 @@ def compare(options: argparse.Namespace) -> None:
         ]
         steps = [lambda step=step: step(params, inputs, targets) for step in both]
         assert same_bits(*(step() for step in steps))
-        rounds = [in_turn(steps, options.steps, n % 2) for n in range(options.rounds)]
+        rounds = in_turn(*steps, options.rounds, options.steps)
     if dist.get_rank() == 0:
         print(f"dualpipev, {dist.get_world_size()} ranks, width {options.width}, {options.tokens} tokens")
-        for k, what in enumerate(("step", "CPU of all ranks")):
-            mine, other = (median(sides[n][k] for sides in rounds) for n in range(2))
-            ratio = median(a[k] / b[k] for a, b in rounds)
-            print(f"{what}: interleaved {mine * 1e3:.2f} ms, in turn {other * 1e3:.2f} ms, ratio {ratio:.3f}")
+    report("interleaved", "in turn", rounds)
 
 
 @contextmanager
@@ -93,12 +89,6 @@ def delayed(seconds: float) -> Iterator[None]:
         patch.object(wait, "_op", ended),
     ):
         yield
-
-
-def in_turn(steps: list[Callable[[], object]], count: int, first: int) -> list[Cost]:
-    """Cost of a step of both; one of them is measured first."""
-    costs = {n: measure(steps[n], count) for n in (first, 1 - first)}
-    return [costs[0], costs[1]]
 
 
 def arguments() -> argparse.Namespace:

@@ -4,7 +4,7 @@ of every rank beside those by hand.
 Run on the CPU::
 
     OMP_NUM_THREADS=1 python tests/benchmarks/on_paper.py              # both models
-    OMP_NUM_THREADS=1 python tests/benchmarks/on_paper.py deepseek --profile 30
+    OMP_NUM_THREADS=1 python tests/benchmarks/on_paper.py deepseek
 
 * ``llama``: 70 billion parameters, 8 stages in 8 ranks, 16 data ranks that keep shards, 8 tensor ranks.
 * ``deepseek``: 671 billion, in the sizes of DeepSeek-V3: 61 layers, of which 58 have 256 experts, in 8 stages
@@ -19,8 +19,6 @@ gradients by hand, and what was counted over them.
 from __future__ import annotations
 
 import argparse
-import cProfile
-import pstats
 import resource
 import time
 from collections.abc import Callable
@@ -216,17 +214,10 @@ def main() -> None:
     parser.add_argument("models", nargs="*", choices=[*MODELS], help="all by default")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--layers", type=int, help="at least 8; those of the model by default")
-    parser.add_argument("--profile", type=int, metavar="N", help="print the N functions that take longest")
     options = parser.parse_args()
     for name in options.models or MODELS:
-        profile = cProfile.Profile() if options.profile else None
         start, wall = time.process_time(), time.perf_counter()
-        if profile is not None:
-            profile.enable()
         params, memory = lower(name, options.microbatches, options.layers)
-        if profile is not None:
-            profile.disable()
-            pstats.Stats(profile).sort_stats("cumulative").print_stats(options.profile)
         cpu, seconds = time.process_time() - start, time.perf_counter() - wall
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         total = sum(p.numel() for p in tree_leaves(params)) / 1e9

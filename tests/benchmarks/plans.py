@@ -17,12 +17,8 @@ from ppfunc.parallel import v_shape
 from ppfunc.schedule import Costs, Plan, lower_bound, plan, simulate, zero_bubble
 
 TABLE = Path(__file__).parents[1] / "schedule" / "optima.jsonl"
-SMALL = (
-    18.522,
-    18.086,
-    9.337,
-    0.601,
-)  # F, I, W per rank and a message: the 1.5B model of the zero-bubble papers, in ms
+# F, I, W per rank and a message: the 1.5B model of the zero-bubble papers, in ms
+SMALL = (18.522, 18.086, 9.337, 0.601)
 EFFORT = [1.0]
 
 
@@ -66,97 +62,42 @@ def bound() -> None:
     rows = [json.loads(line) for line in TABLE.read_text().splitlines() if not line.startswith("#")]
     above = tight = 0
     for row in rows:
-        fields = {
-            name: row[name]
-            for name in row
-            if name not in ("placement", "microbatches", "cap", "objective", "optimum")
-        }
-        value = lower_bound(
-            Costs(**fields), row["placement"], row["microbatches"], row["cap"], row["objective"]
-        ).value
-        above, tight = above + (value > row["optimum"]), tight + (value == row["optimum"])
+        problem = [row.pop(name) for name in ("placement", "microbatches", "cap", "objective")]
+        optimum = row.pop("optimum")
+        value = lower_bound(Costs(**row), *problem).value
+        above, tight = above + (value > optimum), tight + (value == optimum)
     show(f"bound above the optimum, of {len(rows)}; equal {tight}", str(above), "0", not above)
 
 
 def optimal() -> None:
     """Problems in which the bound is to be met."""
-    unit = Costs(weight_share=1)
+    unit, v, loop = Costs(weight_share=1), {"placement": "v"}, {"placement": "loop", "chunks": 1}
+    rows: list[tuple[str, float, int, int, Costs, dict[str, Any]]] = []
     for p, caps in ((4, (4, 6, 8)), (8, (8, 10, 12, 16)), (16, (13, 16, 18, 24, 32))):
-        for cap in caps:
-            planned(
-                f"F = I = W, V, p {p}, cap {cap}, m {3 * p}",
-                1,
-                lambda f: f.optimal,
-                "optimal",
-                p,
-                3 * p,
-                unit,
-                cap=cap,
-                placement="v",
-            )
+        rows += [("F = I = W, V", 1, p, 3 * p, unit, {"cap": cap} | v) for cap in caps]
     for times in ((1, 1, 1, 0), SMALL, (9, 9, 5, 1), (5, 5, 3.75, 0.4)):
         for p, m in ((4, 8), (8, 24), (16, 48)):
-            for cap in (p, p + p // 2, 2 * p):
-                what = f"F I W c {times}, loop, p {p}, cap {cap}, m {m}"
-                planned(
-                    what,
-                    1,
-                    lambda f: f.optimal,
-                    "optimal",
-                    p,
-                    m,
-                    costs(times),
-                    cap=cap,
-                    placement="loop",
-                    chunks=1,
-                )
+            caps = (p, p + p // 2, 2 * p)
+            rows += [(f"F I W c {times}, loop", 1, p, m, costs(times), {"cap": cap} | loop) for cap in caps]
     for cap in (10, 12):
-        for m in (24, 32, 64):
-            what = f"1.5B times, V, p 8, cap {cap}, m {m}"
-            planned(what, 2, lambda f: f.optimal, "optimal", 8, m, costs(SMALL, 2), cap=cap, placement="v")
-    options = {"cap": 34, "placement": "v"}
-    planned(
-        "5 5 3.75 .4 per chunk, V, p 32, cap 34, m 128",
-        15,
-        lambda f: f.optimal,
-        "optimal",
-        32,
-        128,
-        costs((5, 5, 3.75, 0.4)),
-        **options,
-    )
+        rows += [("1.5B times, V", 2, 8, m, costs(SMALL, 2), {"cap": cap} | v) for m in (24, 32, 64)]
+    rows += [("5 5 3.75 .4 per chunk, V", 15, 32, 128, costs((5, 5, 3.75, 0.4)), {"cap": 34} | v)]
+    for what, seconds, p, m, times, options in rows:
+        what = f"{what}, p {p}, cap {options['cap']}, m {m}"
+        planned(what, seconds, lambda f: f.optimal, "optimal", p, m, times, **options)
 
 
 def low() -> None:
     """Little memory, and an expensive head."""
-    good = "span bubble .245"
-    planned(
-        "1.5B times, V, p 8, cap 8, m 24",
-        5,
-        lambda f: f.timeline.span_bubble <= 0.245,
-        good,
-        8,
-        24,
-        costs(SMALL, 2),
-        cap=8,
-        placement="v",
-    )
+    options, what = {"cap": 8, "placement": "v"}, "V, p 8, cap 8, m 24"
+    good = lambda f: f.timeline.span_bubble <= 0.245  # noqa: E731
+    planned(f"1.5B times, {what}", 5, good, "span bubble .245", 8, 24, costs(SMALL, 2), **options)
     f, i, w = ([0.3 * x, *[x] * 14, 2 * x] for x in (5, 5, 3.75))
     uneven = Costs(f, i, w, communication=0.4, weight_share=1)
+    short = lambda f: f.value <= 883.9  # noqa: E731
     for objective in ("makespan", "span"):
-        what = f"first stage x .3, last x 2, V, p 8, cap 8, m 24, {objective}"
-        planned(
-            what,
-            2,
-            lambda f: f.value <= 883.9,
-            "883.9",
-            8,
-            24,
-            uneven,
-            cap=8,
-            placement="v",
-            objective=objective,
-        )
+        title = f"first stage x .3, last x 2, {what}, {objective}"
+        planned(title, 2, short, "883.9", 8, 24, uneven, objective=objective, **options)
 
 
 def random() -> None:
@@ -171,25 +112,19 @@ def random() -> None:
     for objective, most in (("span", 0.011), ("makespan", 0.009)):
         gaps, worse, longest = [], 0, 0.0
         for p, m, uneven in problems:
-            options = {
-                "cap": p,
-                "placement": "loop",
-                "chunks": 1,
-                "objective": objective,
-                "effort": EFFORT[0],
-            }
+            options = {"cap": p, "placement": "loop", "chunks": 1, "objective": objective}
+            options["effort"] = EFFORT[0]
             found, took = timed(plan, p, m, uneven, **options)
             public = getattr(simulate(zero_bubble(p, m, p, uneven), uneven), objective)
             gaps.append(found.gap)
             worse, longest = worse + (found.value > public), max(longest, took)
         mean = sum(gaps) / len(gaps)
         what = f"times +-20%, {len(gaps)} problems, {objective}, longer than zero_bubble {worse}"
-        show(
-            what,
-            f"mean gap {mean:.2%}, longest {longest:.1f} s",
-            f"{most:.1%}, 2 s",
+        met, text = (
             mean <= most and not worse and longest <= 2,
+            f"mean gap {mean:.2%}, longest {longest:.1f} s",
         )
+        show(what, text, f"{most:.1%}, 2 s", met)
 
 
 def shares() -> None:
@@ -210,44 +145,17 @@ def placements() -> None:
     """Any placement at equal memory: the cap is in activations of all chunks of a rank."""
     for cap, target in ((8, 0.054), (6, 0.1023), (5, 0.150), (4, 0.24)):
         good = lambda f, target=target: f.timeline.span_bubble <= target + 5e-5  # noqa: E731
-        found = planned(
-            f"1.5B times, any placement, p 8, cap {cap}, m 24",
-            3,
-            good,
-            str(target),
-            8,
-            24,
-            costs(SMALL),
-            cap=cap,
-        )
+        what = f"1.5B times, any placement, p 8, cap {cap}, m 24"
+        found = planned(what, 3, good, str(target), 8, 24, costs(SMALL), cap=cap)
         print(f"     {found.placement}: {found.found}")
 
 
 def large() -> None:
     """Many ranks; and many microbatches."""
-    planned(
-        "1.5B times, V, p 64, cap 96, m 256",
-        35,
-        lambda f: f.gap <= 0.01,
-        "gap 1%",
-        64,
-        256,
-        costs(SMALL, 2),
-        cap=96,
-        placement="v",
-    )
-    found = planned(
-        "1.5B times, V, p 16, cap 24, m 2000",
-        60,
-        lambda f: True,
-        "none",
-        16,
-        2000,
-        costs(SMALL, 2),
-        cap=24,
-        placement="v",
-    )
-    print(f"     {found.found}")
+    times, near = costs(SMALL, 2), lambda f: f.gap <= 0.01
+    planned("1.5B times, V, p 64, cap 96, m 256", 35, near, "gap 1%", 64, 256, times, cap=96, placement="v")
+    what, every = "1.5B times, V, p 16, cap 24, m 2000", lambda f: True
+    print(f"     {planned(what, 60, every, 'none', 16, 2000, times, cap=24, placement='v').found}")
 
 
 PARTS = {part.__name__: part for part in (bound, optimal, low, random, shares, placements, large)}

@@ -29,9 +29,8 @@ from split_zoo import MODELS
 from torch import nn
 
 import ppfunc as pp
-from ppfunc.splitter.patches import noted
-from ppfunc.stage.abstract.purity import LogicalDraws
 from ppfunc.stage.program import Output, Received
+from ppfunc.stage.abstract.purity import LogicalDraws
 
 Tensors = Mapping[str, torch.Tensor]
 SEED = 3, 5
@@ -83,9 +82,24 @@ def seeded_where_stages_begin(model: nn.Module, at: tuple[str, ...], microbatch:
         digest = blake2b(repr((*SEED, stage, microbatch)).encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "little", signed=True))
 
+    left = set(at)
+
+    def noted(name: str) -> None:
+        if name in left:
+            left.remove(name)
+            begin(1 + at.index(name))
+
     begin(0)
-    with noted(model, at, lambda name: begin(1 + at.index(name))), LogicalDraws():
-        yield
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: noted(name), prepend=True)
+        for name in at
+    ]
+    try:
+        with LogicalDraws():
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def whole(model: nn.Module, inputs: Tensors) -> dict[str, torch.Tensor]:

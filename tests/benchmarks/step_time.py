@@ -29,7 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from timing import add_foremost, foremost, keep_freed_memory, measure
+from timing import add_foremost, foremost, in_turn, keep_freed_memory, report
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
@@ -118,13 +118,13 @@ def main() -> None:
         )
     agree(step_ours(), step_theirs())
     if options.protection:
-        report_protection(step_ours, options)
+        rounds = in_turn(step_ours, step_ours, options.rounds, options.steps, second_within=unprotected)
+        if rank == 0:
+            print(f"{options.schedule}, {ranks} ranks, width {options.width}")
+        report("ppfunc", "unprotected", rounds, 3)
         dist.destroy_process_group()
         return
-    rounds = [
-        (measure(step_ours, options.steps), measure(step_theirs, options.steps))
-        for _ in range(options.rounds)
-    ]
+    rounds = in_turn(step_ours, step_theirs, options.rounds, options.steps)
     ideal = ideal_step(stages, schedule, params, inputs[:sequences], targets[:sequences])
     if rank == 0:
         mine, other = median(a.wall for a, _ in rounds), median(b.wall for _, b in rounds)
@@ -162,26 +162,6 @@ def unprotected() -> Iterator[None]:
         ):
             patched.enter_context(patch.object(owner, name, stand_in))
         yield
-
-
-def report_protection(step: Callable[[], Gradients], options: argparse.Namespace) -> None:
-    """Rounds of both sides in turn: seconds of a step, and CPU seconds of all ranks, threads of their
-    transports included.
-    """
-
-    rounds = []
-    for n in range(options.rounds):
-        with unprotected() if n % 2 else nullcontext():  # who is first takes turns
-            first = measure(step, options.steps)
-        with nullcontext() if n % 2 else unprotected():
-            second = measure(step, options.steps)
-        rounds.append((second, first) if n % 2 else (first, second))
-    if dist.get_rank() == 0:
-        print(f"{options.schedule}, {dist.get_world_size()} ranks, width {options.width}")
-        for k, what in enumerate(("step", "CPU of all ranks")):
-            mine, bare = (median(sides[n][k] for sides in rounds) for n in (0, 1))
-            ratio = median(a[k] / b[k] for a, b in rounds)
-            print(f"{what}: {mine * 1e3:.3f} ms, unprotected {bare * 1e3:.3f} ms, ratio {ratio:.4f}")
 
 
 def bind_to_core() -> None:

@@ -133,9 +133,6 @@ def test_an_encoder_and_decoder_with_tied_embeddings(cut):
     }
 
 
-ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional, "eager": pp.engines.eager}
-
-
 @cache
 def split_encoder_decoder():
     """One split for every schedule, which then share what is traced."""
@@ -147,10 +144,10 @@ def scalar_beside_targets(y, targets):
     return m.scalar(y) + 0 * targets.sum()
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "build, engine",
-    [(build, pp.engines.graph) for build in (pp.one_f_one_b, pp.zbv, pp.dualpipev)]
-    + [(pp.zbv, pp.engines.functional), (pp.one_f_one_b, pp.engines.eager)],
+    [(pp.dualpipev, pp.engines.graph), (pp.zbv, pp.engines.functional), (pp.one_f_one_b, pp.engines.eager)],
 )
 def test_schedules_give_the_gradients_of_the_whole_model(build, engine):
     model, parts = split_encoder_decoder()
@@ -176,18 +173,6 @@ def test_strides_are_those_of_the_whole_model_though_messages_are_contiguous():
     )
     loss, _ = step(parts.params, x, x)
     torch.testing.assert_close(loss, sum((model(half) * half).sum().detach() for half in x.chunk(2)) / 2)
-
-
-def test_dropout_is_that_of_the_seed_under_every_schedule():
-    model = made(m.Dropouts)
-    parts = pp.split(model, m.rows(2), at=["b", "c"])
-    x = m.rows(8)
-    runs = []
-    for schedule in (pp.one_f_one_b(3, 4), pp.gpipe(3, 4)):
-        step = pp.value_and_grad(parts.stages, lambda y, t: (y * t).sum(), schedule)
-        runs.append(step(parts.params, x, x, seed=(1, 2)))
-    assert torch.equal(runs[0][0], runs[1][0])
-    torch.testing.assert_close(runs[0][1], runs[1][1], rtol=1e-12, atol=1e-12)
 
 
 def test_a_state_goes_through_a_step_and_into_the_model():
@@ -221,19 +206,6 @@ def test_a_split_in_evaluation_has_no_state_and_training_it_is_refused():
         ),
     ):
         m.in_turn(parts, m.rows())
-
-
-def test_the_mode_is_followed():
-    model = nn.Sequential(nn.Linear(m.D, m.D), nn.Dropout(), nn.Linear(m.D, m.D)).double()
-    parts = pp.split(model, m.rows(), at=["1"])
-    step = pp.evaluate(parts.stages, None, pp.gpipe(2, 1), return_outputs=True)
-    x = m.rows()
-    first, other = (step(parts.params, x, seed=(0, n)) for n in range(2))
-    assert not torch.equal(first, other)
-    model.eval()
-    assert torch.equal(step(parts.params, x), m.in_turn(parts, x)[0]) and not torch.equal(
-        step(parts.params, x), first
-    )
 
 
 def test_classes_of_outputs_come_to_the_loss_and_to_the_caller():
@@ -346,7 +318,7 @@ def test_names_that_cannot_be_cut_at_are_refused():
     nested = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Identity()), nn.Identity())
     with pytest.raises(ValueError, match="the module 1.0 begins at the same operator as 1"):
         pp.split(nested, torch.zeros(2, 4), at=["1", "1.0"])
-    with pytest.raises(ValueError, match="the module 2 calls no operator, nor does any after it"):
+    with pytest.raises(ValueError, match="the module 2 is not called, or calls no operator"):
         pp.split(nested, torch.zeros(2, 4), at=["2"])
 
 
@@ -753,20 +725,6 @@ def test_autocast_around_a_step_is_followed():
     assert got.dtype is torch.bfloat16
     torch.testing.assert_close(got, want)
     assert step(parts.params, x).dtype is torch.float32
-
-
-def test_a_call_on_values_adds_nothing_to_the_code_of_the_model():
-    """The code of a stage is straight-line calls of operators."""
-    parts = pp.split(made(m.NoGradOverACut), m.rows(), at=["b"])
-    (codes,) = parts._source._codes.values()
-    assert len(codes) == 2
-
-
-def test_no_warning_is_given():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        parts = pp.split(made(m.EncoderDecoder), kwargs=translation(), at=2)
-        m.in_turn(parts, translation(1, 3))
 
 
 def test_a_pipe_of_torch_is_refused():

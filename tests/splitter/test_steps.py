@@ -67,7 +67,6 @@ def worst(grads, wanted):
 SCHEDULES = {
     "1f1b": lambda: pp.one_f_one_b(4, M),
     "zbv": lambda: pp.zbv(2, M),
-    "dualpipev": lambda: pp.dualpipev(2, M),
     "dualpipe": lambda: pp.dualpipe(4, 8),
 }
 

@@ -1,10 +1,9 @@
 """Write parts of a trace as Python functions, for engines and splits: straight-line code on flat tuples.
 
 Each operator is called by one of torch's own bindings, which are faster than operator objects: a step of
-stages of width 64 takes 1.18 to 1.23 times as long without them, of width 256 no longer
-(``tests/benchmarks/stage_time.py``). Or a whole part is one function that inductor compiles, for the shapes
-and strides of the trace. Two programs may be joined to one, so that operators of one run between a collective
-of the other and the wait for it.
+stages of width 64 takes 1.18 to 1.23 times as long without them, of width 256 no longer. Or a whole part is
+one function that inductor compiles, for the shapes and strides of the trace. Two programs may be joined to
+one, so that operators of one run between a collective of the other and the wait for it.
 """
 
 import builtins
