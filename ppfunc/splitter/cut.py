@@ -11,10 +11,10 @@ from torch.fx import Node
 
 from ppfunc.stage import StageError
 from ppfunc.stage._torch import OpOverload
-from ppfunc.stage.operators import draws
 from ppfunc.stage.engines.tracing.cut import Block
 from ppfunc.stage.engines.tracing.emit import OperatorCall, Recipe, write
 from ppfunc.stage.engines.tracing.graph import is_check, is_view, named_arguments
+from ppfunc.stage.operators import draws
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.transforms import refuse_as_strided
 from ppfunc.stage.tree import PLAIN, register_leafless

@@ -41,7 +41,6 @@ from ppfunc.stage._torch import (
     with_values,
 )
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT
-from ppfunc.stage.operators import draws, flops_of, tensors_in, written
 from ppfunc.stage.device import autocast, kinds
 from ppfunc.stage.engines.tracing.graph import (
     TRACED,
@@ -51,6 +50,7 @@ from ppfunc.stage.engines.tracing.graph import (
     named_arguments,
 )
 from ppfunc.stage.errors import CALLS_MODULE, place_of_call, warn
+from ppfunc.stage.operators import draws, flops_of, tensors_in, written
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import filled, tree_flatten
 

@@ -29,8 +29,8 @@ from split_zoo import MODELS
 from torch import nn
 
 import ppfunc as pp
-from ppfunc.stage.program import Output, Received
 from ppfunc.stage.abstract.purity import LogicalDraws
+from ppfunc.stage.program import Output, Received
 
 Tensors = Mapping[str, torch.Tensor]
 SEED = 3, 5
