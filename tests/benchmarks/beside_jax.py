@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from time import perf_counter, process_time
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from step_time import SIZES, Blocks, bind_to_core, gpt, squared, their_step
+from step_time import SIZES, Blocks, bind_to_core, cut_blocks, gpt, squared, their_step
 from timing import Cost, add_foremost, foremost, measure
 
 import ppfunc as pp
@@ -71,13 +70,12 @@ class Problem(NamedTuple):
 
 def problem(options: argparse.Namespace, name: str) -> Problem:
     sequences, length = SIZES.get(options.width, SIZES[256])
-    model = gpt.layers(gpt.Config(width=options.width, layers=options.blocks, context=length))[1:-1]
-    cuts = [options.blocks * s // options.ranks for s in range(options.ranks + 1)]
+    model, runs = cut_blocks(options.width, options.blocks, length, options.ranks)
     generator = torch.Generator().manual_seed(0)
     shape = (options.microbatches * sequences, length, options.width)
     batch = (torch.randn(shape, generator=generator) for _ in range(2))
     schedule = BUILDERS[name](options.ranks, options.microbatches)
-    return Problem(name, schedule, model, [range(a, b) for a, b in pairwise(cuts)], *batch)
+    return Problem(name, schedule, model, runs, *batch)
 
 
 # -- the sides of torch

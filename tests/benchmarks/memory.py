@@ -23,13 +23,13 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_time import THEIRS, Blocks, their_step
+from step_time import THEIRS, Blocks, cut_blocks, gpt, squared, their_step
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
@@ -38,9 +38,7 @@ from ppfunc.schedule import BUILDERS, Op, Schedule
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 
-sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "examples")]
-import gpt
-
+sys.path.append(str(Path(__file__).parents[2]))
 from tests.covering import pairwise as covering
 from tests.storages import LiveStorages
 
@@ -71,10 +69,7 @@ def measured(step: Callable[[], Any], given: Any) -> int:
 
 def blocks(options: argparse.Namespace, schedule: Schedule, remat: Any, rank: int) -> tuple[Row, int | None]:
     """Of a step that makes the gradients of blocks, and the same of torch."""
-    config = gpt.Config(width=options.width, layers=options.blocks, context=options.tokens)
-    model = gpt.layers(config)[1:-1]
-    cuts = [options.blocks * s // schedule.stages for s in range(schedule.stages + 1)]
-    runs = [range(a, b) for a, b in pairwise(cuts)]
+    model, runs = cut_blocks(options.width, options.blocks, options.tokens, schedule.stages)
     stages = [gpt.stage([model[k] for k in run]) for run in runs]
     params = {s: gpt.initialise(model, runs[s], seed=0, device="cpu") for s in schedule.stages_of(rank)}
     generator = torch.Generator().manual_seed(0)
@@ -122,10 +117,6 @@ def checkpointed(run: list[gpt.Layer], save: bool) -> Callable[..., torch.Tensor
 def ends(schedule: Schedule, rank: int) -> Iterator[bool]:
     """Tell if this rank runs the first stage, and the last."""
     return (schedule.placement[schedule.chains[0].stages[n]] == rank for n in (0, -1))
-
-
-def squared(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (y - target).square().mean()
 
 
 def trained(options: argparse.Namespace, name: str, schedule: Schedule, remat: Any, shard: str) -> Row:

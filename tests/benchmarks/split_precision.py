@@ -1,14 +1,12 @@
 """Train the architectures of `split_zoo` in bfloat16 by three ways, and compare each with plain torch.
 
-    python tests/benchmarks/split_precision.py [NAMES] [--wider] [--trainer] [--limit SECONDS]
+    python tests/benchmarks/split_precision.py [NAMES] [--wider] [--limit SECONDS]
 
 ``compute``: parameters in float32, cast for the step. ``autocast``: the step under ``torch.autocast``.
 ``masters``: the model itself in bfloat16. For each, the greatest difference of a gradient to plain torch's in
 the same precision, in training with dropout under the same random numbers, by the greatest of its parameter;
-and how far both are from float64 by the same measure. The loss counts as one more gradient. With
-``--trainer``, four steps with float32 masters, a checkpoint between them that another split and trainer go on
-from, and weights that go back into the model: how far its outputs are from those of the stages. ``--wider``
-takes the architectures of `split_wider`.
+and how far both are from float64 by the same measure. The loss counts as one more gradient. ``--wider`` takes
+the architectures of `split_wider`.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -31,7 +28,6 @@ from split_zoo import EXPERTS, MODELS, Architecture, bare, deep
 from torch import Tensor, nn
 
 import ppfunc as pp
-from ppfunc.training import Precision
 
 HALF, M = torch.bfloat16, 2
 NOT_OF_TRANSFORMERS = {"nn.Transformer", "unet", "lstm"}
@@ -184,64 +180,11 @@ def by(way: str, name: str) -> tuple[float, float, float]:
     return apart(got, want), apart(got, exact), apart(want, exact)
 
 
-def trained(name: str) -> str:
-    """Train with float32 masters, go on from a checkpoint with another split, and export the weights."""
-    _, make, at = ARCHITECTURES[name]
-    torch.manual_seed(1)
-    inputs, target = half(make(2 * M, 10)), torch.zeros(2 * M)
-    precision = Precision(compute=HALF, reduce=torch.float32, master=torch.float32)
-
-    def begun() -> tuple[pp.Split, pp.Trainer, Any]:
-        parts = pp.split(made(name).to(HALF), kwargs=rows_of(inputs, 0), at=at)
-        parts = parts.load(made(name).state_dict(), dtype=torch.float32)
-        schedule = pp.one_f_one_b(len(parts.stages), M)
-        trainer = pp.Trainer(parts, loss_fn, schedule, pp.optim.adamw(1e-3), precision=precision)
-        return parts, trainer, trainer.init(parts.params, parts.state)
-
-    def steps(trainer: pp.Trainer, state: Any, numbers: range) -> tuple[Any, list[Tensor]]:
-        losses = []
-        for n in numbers:
-            state, metrics = trainer.step(state, inputs, target, seed=(SEED[0], n))
-            losses.append(metrics.loss)
-        return state, losses
-
-    parts, trainer, state = begun()
-    state, _ = steps(trainer, state, range(2))
-    _, other, fresh = begun()
-    with tempfile.TemporaryDirectory() as folder:
-        pp.checkpoint.save(folder, state)
-        resumed = pp.checkpoint.load(pp.checkpoint.latest(folder), fresh)
-    last, losses = steps(trainer, state, range(2, 4))
-    again, same = steps(other, resumed, range(2, 4))
-    assert losses == same, f"losses after a checkpoint: {same}, without it {losses}"
-    for s, of in last.params.items():
-        assert all(torch.equal(t, again.params[s][n]) for n, t in of.items()), f"stage {s} after a checkpoint"
-    return f"trained to {float(losses[-1]):.4f}, logits apart {exported(name, parts, last, inputs):.0e}"
-
-
-def exported(name: str, parts: pp.Split, state: Any, inputs: dict[str, Tensor]) -> float:
-    """How far the outputs of a model that has loaded the exported weights are from those of the stages."""
-    model, rows = made(name), rows_of(inputs, 0)
-    model.load_state_dict(parts.state_dict(state.params, state.stage_state))
-    model = model.to(HALF).eval()
-    parts.put_back(state.params, state=state.stage_state)
-    pairs = zip(model.state_dict().items(), parts.model.state_dict().values(), strict=True)
-    assert all(torch.equal(mine, other) for (_, mine), other in pairs), "put_back and state_dict differ"
-    looking = pp.split(parts.model.eval(), kwargs=rows, at=parts.at)
-    schedule = pp.one_f_one_b(len(looking.stages), 1)
-    got = pp.evaluate(looking, loss_fn, schedule, return_outputs=True)(
-        looking.params, rows, torch.zeros(2), state=looking.state
-    )
-    want = model(**rows)  # with gradients, as in a stage: attention with a learned bias has another kernel
-    return max(float((a - b).abs().max()) for a, b in zip(*map(floats, (got.outputs, want)), strict=True))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="of models; all by default")
     parser.add_argument("--wider", action="store_true", help="the models of split_wider alone")
     parser.add_argument("--limit", type=int, default=600, help="seconds for each model and way")
-    parser.add_argument("--trainer", action="store_true", help="train, save, load and export, too")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
@@ -249,13 +192,10 @@ def main() -> None:
     failed = []
     for name in options.names or (WIDER if options.wider else ARCHITECTURES):
         shown = []
-        for way in ("compute", "autocast", "masters", *(["trainer"] if options.trainer else [])):
+        for way in ("compute", "autocast", "masters"):
             bad = False
             try:
                 with within(options.limit):
-                    if way == "trainer":
-                        shown.append(trained(name))
-                        continue
                     error, far, of_torch = by(way, name)
                 shown.append(f"{way} {error:.1e}, from float64 {far:.1e}, torch {of_torch:.1e}")
                 bad = not far <= 1.05 * of_torch

@@ -91,10 +91,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     schedule = BUILDERS[options.schedule](ranks, options.microbatches)
     sequences, length = SIZES.get(options.width, SIZES[256])
-    config = gpt.Config(width=options.width, layers=options.blocks, context=length)
-    model = gpt.layers(config)[1:-1]
-    cuts = [options.blocks * s // schedule.stages for s in range(schedule.stages + 1)]
-    runs = [range(a, b) for a, b in pairwise(cuts)]
+    model, runs = cut_blocks(options.width, options.blocks, length, schedule.stages)
     stages = [gpt.stage([model[k] for k in run]) for run in runs]
     params = {s: gpt.initialise(model, runs[s], seed=0, device=device) for s in schedule.stages_of(rank)}
     generator = torch.Generator().manual_seed(0)
@@ -162,6 +159,12 @@ def unprotected() -> Iterator[None]:
         ):
             patched.enter_context(patch.object(owner, name, stand_in))
         yield
+
+
+def cut_blocks(width: int, blocks: int, length: int, stages: int) -> tuple[list[gpt.Layer], list[range]]:
+    """Blocks of a GPT, and the numbers of the blocks of each stage."""
+    model = gpt.layers(gpt.Config(width=width, layers=blocks, context=length))[1:-1]
+    return model, [range(a, b) for a, b in pairwise(blocks * s // stages for s in range(stages + 1))]
 
 
 def bind_to_core() -> None:

@@ -17,8 +17,6 @@ Run on the CPU::
 * ``update``: CPU of what follows the gradients (norm over two ranks of a pipeline, clip, AdamW in place):
   the median training step less the median step that computes gradients alone, of the threads that take them;
   and these training steps beside torch's.
-* ``parameters``: bytes of parameters on a rank under ``shard="params"``, between steps and at most within
-  one, by the storages that live, beside those that the schedule and the shapes give.
 
 Printed are medians of the seconds on the wall and of the CPU seconds of all ranks, and of the ratios round by
 round to the first side. Where ranks share cores with others, CPU seconds tell more.
@@ -29,40 +27,31 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from step_time import SIZES, Blocks, squared
+from step_time import SIZES, Blocks, cut_blocks, gpt, squared
 from timing import Cost, add_foremost, foremost, measure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 import ppfunc as pp
 from ppfunc.runtime import P2P
 from ppfunc.runtime.ports.protocols import Collective
-from ppfunc.schedule import Op, Schedule
+from ppfunc.schedule import Schedule
 from ppfunc.stage.layout import local
-from ppfunc.stage.tree import tree_leaves
 from ppfunc.training.optim import adamw, muon, sgd
-from ppfunc.training.update import parameter_update
 from ppfunc.training.update.buckets import Reducer, Sums
 from tests.models import new_trainer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-import gpt
 
 Side = Callable[[], object]
 SIDES = ("torch", "ppfunc")
@@ -317,9 +306,7 @@ def clipped(options: argparse.Namespace, width: int, steps: int) -> None:
 
 def blocks(width: int, schedule: Schedule, pipe: int) -> tuple[list[Any], dict[int, Any]]:
     """The stages of eight blocks, and the parameters of those of a rank."""
-    config, each = gpt.Config(width=width, layers=8, context=SIZES[width][1]), 8 // schedule.stages
-    model = gpt.layers(config)[1:-1]
-    runs = [range(each * s, each * (s + 1)) for s in range(schedule.stages)]
+    model, runs = cut_blocks(width, 8, SIZES[width][1], schedule.stages)
     return [gpt.stage([model[k] for k in run]) for run in runs], {
         s: gpt.initialise(model, runs[s], seed=0) for s in schedule.stages_of(pipe)
     }
@@ -329,67 +316,6 @@ def batch(width: int, microbatches: int, seed: int) -> list[torch.Tensor]:
     """Inputs and targets of a data rank."""
     generator, (sequences, length) = torch.Generator().manual_seed(seed), SIZES[width]
     return [torch.randn(microbatches * sequences, length, width, generator=generator) for _ in range(2)]
-
-
-def parameters(options: argparse.Namespace) -> None:
-    """Bytes of parameters that live on a rank whose stages are gathered two at a time."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    schedule, pipe = pp.interleaved_1f1b(2, options.microbatches, 4), mesh.get_local_rank("pp")
-    stages, params = blocks(64, schedule, pipe)
-    x, y = batch(64, options.microbatches, seed=mesh.get_local_rank("dp"))
-    sizes = {s: sum(leaf.nbytes for leaf in tree_leaves(tree)) for s, tree in params.items()}
-    gathered, most, gather = dict[StorageWeakRef, int](), [0], parameter_update.gather
-
-    def noting(*args: Any) -> Any:
-        """Gather, and note the bytes of all that was gathered and lives."""
-        return partial(noted, gather(*args))
-
-    def noted(wait: Any) -> Any:
-        leaves = wait()
-        gathered.update((StorageWeakRef(t.untyped_storage()), t.untyped_storage().nbytes()) for t in leaves)
-        most[0] = max(most[0], sum(size for held, size in gathered.items() if not held.expired()))
-        return leaves
-
-    with new_trainer(
-        stages, squared, schedule, adamw(1e-3), mesh, axes=pp.Axes("pp", "dp"), shard="params"
-    ) as trainer:
-        state = trainer.init(params)
-        parameter_update.gather = noting
-        for _ in range(3):
-            state, _ = trainer.step(state, x, y)
-        parameter_update.gather = gather
-        storages = {
-            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-            for t in map(local, tree_leaves(state.params))
-        }
-        freed = not any(not held.expired() for held in gathered)
-        found = (
-            sum(storages.values()),
-            most[0],
-            sum(sizes.values()) // 2,
-            most_gathered(trainer.schedule, pipe, sizes),
-            freed,
-        )
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    for rank, (kept, peak, kept_computed, peak_computed, freed) in (
-        enumerate(every) if dist.get_rank() == 0 else ()
-    ):
-        print(
-            f"parameters of rank {rank}: {kept} bytes between steps, computed {kept_computed}; gathered at"
-            f" most {peak} bytes, computed {peak_computed}; {'all' if freed else 'not all'} freed after a"
-            " step",
-            flush=True,
-        )
-
-
-def most_gathered(schedule: Schedule, rank: int, sizes: dict[int, int]) -> int:
-    """The most bytes that are gathered at once on a rank."""
-    now = most = 0
-    for i in schedule.instructions(rank):
-        now += {Op.UNSHARD: 1, Op.RESHARD: -1}.get(i.op, 0) * sizes[i.stage]
-        most = max(most, now)
-    return most
 
 
 def compare(title: str, sides: dict[str, Side], options: argparse.Namespace, repeats: int) -> None:
@@ -420,7 +346,6 @@ PIECES = {
     "reduction": Piece(reduction, 2),
     "step": Piece(step, 4),
     "update": Piece(update, 2),
-    "parameters": Piece(parameters, 4),
 }
 
 
