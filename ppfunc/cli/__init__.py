@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from ppfunc import __version__
+from ppfunc._checks import limited
 from ppfunc.schedule.collector import collector_paused
 from ppfunc.schedule.errors import ScheduleError
 
@@ -19,6 +20,8 @@ from .options import CommandParser, Options, option, printable, write
 from .parallel import add_parallel
 from .schedule import add_schedules
 from .search import add_searches
+
+_LONGEST = 4000  # characters of an error, such as a grid with a mark
 
 
 @collector_paused()
@@ -59,7 +62,7 @@ def _run(options: Options) -> int:
         sys.stdout.flush()
         return code
     except ScheduleError as error:
-        print(printable(str(error)), file=sys.stderr)
+        print(printable(limited(str(error), _LONGEST)), file=sys.stderr)
         return 1
     except BrokenPipeError:
         # The reader has gone, as in `ppfunc show ... | head`: nothing is left to say or to flush.
@@ -69,7 +72,7 @@ def _run(options: Options) -> int:
         reason = str(error)
         if isinstance(error, OSError) and error.filename:
             reason = f"{error.filename}: {error.strerror}"
-        print(printable(f"ppfunc {command}: error: {reason}"), file=sys.stderr)
+        print(printable(limited(f"ppfunc {command}: error: {reason}", _LONGEST)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -49,22 +49,22 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def printable(text: str) -> str:
-    r"""Return ``text`` for a terminal: escape control characters other than newlines, and cut long text.
+    r"""Return ``text`` for a terminal: every control character other than newlines is escaped.
 
     >>> printable("a\x1b[31m\nb")
     'a\\x1b[31m\nb'
     """
-    text = limited(text, 4000)
+    if text.replace("\n", "").isprintable():
+        return text
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def write(text: str, path: Path | None) -> None:
     """Write ``text`` to the file ``path``, or to standard output with its control characters escaped."""
-    if path is not None:
-        path.write_text(text, encoding="utf-8", newline="")
+    if path is None:
+        sys.stdout.write(printable(text))
     else:
-        plain = text.replace("\n", "").isprintable()
-        sys.stdout.write(text if plain else "\n".join(map(printable, text.split("\n"))))
+        path.write_text(text, encoding="utf-8", newline="")
 
 
 def option(name: str) -> str:

@@ -207,36 +207,17 @@ def exact_weights(weights: Sequence[float]) -> list[int]:
 def least_maximum(prefix: Sequence[int], stages: int) -> int:
     """Find the least load of the heaviest stage, over all cuts of the layers into at most ``stages`` stages.
 
-    Bisection between bounds that are loads of real stages, so it ends at the exact answer.
-
     Args:
         prefix: sums of the weights of the first 0, 1, ... layers.
         stages: number of stages.
     """
-    lower = max(-(-prefix[-1] // stages), *(b - a for a, b in pairwise(prefix)))
-    upper = prefix[-1]
+    lower, upper = max(b - a for a, b in pairwise(prefix)), prefix[-1]
     while lower < upper:
-        limit = (lower + upper) // 2
-        fits, bound = _pack(prefix, stages, limit)
-        lower, upper = (lower, bound) if fits else (bound, upper)
+        limit, start = (lower + upper) // 2, 0
+        for _ in range(stages):  # each is filled up to the limit
+            start = bisect_right(prefix, prefix[start] + limit, start) - 1
+        lower, upper = (lower, limit) if start == len(prefix) - 1 else (limit + 1, upper)
     return upper
-
-
-def _pack(prefix: Sequence[int], stages: int, limit: int) -> tuple[bool, int]:
-    """Fill stages up to ``limit`` in turn; return whether they take all layers, and a bound.
-
-    The bound is the heaviest load where they do, else the least limit that could change a stage.
-    """
-    last, start = len(prefix) - 1, 0
-    heaviest, refused = 0, prefix[-1]
-    for _ in range(stages):
-        end = bisect_right(prefix, prefix[start] + limit, start) - 1
-        heaviest = max(heaviest, prefix[end] - prefix[start])
-        if end == last:
-            return True, heaviest
-        refused = min(refused, prefix[end + 1] - prefix[start])
-        start = end
-    return False, refused
 
 
 def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:

@@ -10,11 +10,10 @@ import pytest
 from ppfunc.schedule import (
     BUILDERS,
     chimera,
+    find_builder,
     gpipe,
-    inference,
     interleaved_1f1b,
     interleaved_zb,
-    looped_bfs,
     one_f_one_b,
     v_half,
     v_min,
@@ -41,21 +40,6 @@ def test_one_f_one_b_with_fewer_microbatches_than_ranks():
         "2F0 2F1 2B0 2B1",
         "3F0 3B0 3F1 3B1",
     ]
-
-
-@pytest.mark.parametrize("build", [gpipe, one_f_one_b, zb_h1, zb_h2])
-def test_one_rank_is_gradient_accumulation(build):
-    backward = {Op.B: "0B{}", Op.I: "0I{0} 0W{0}"}[Op.I if build in (zb_h1, zb_h2) else Op.B]
-    expected = "0F0 0F1 0B0 0B1" if build is gpipe else f"0F0 {backward.format(0)} 0F1 {backward.format(1)}"
-    assert rows(build(1, 2)) == [expected]
-
-
-def test_looped_bfs_reverses_chunks_and_microbatches():
-    assert rows(looped_bfs(2, 3, 2))[0] == "0F0 0F1 0F2 2F0 2F1 2F2 2B2 2B1 2B0 0B2 0B1 0B0"
-
-
-def test_inference_has_no_backward():
-    assert inference(3, 4).forward_only
 
 
 def megatron(ranks: int, microbatches: int, chunks: int, group: int, rank: int) -> list[str]:
@@ -226,3 +210,28 @@ def test_a_schedule_has_the_name_that_lists_and_functions_have(name):
     """But for a function whose name Python cannot spell."""
     assert BUILDERS[name](2, 4).name == name
     assert BUILDERS[name].__name__ == {"1f1b": "one_f_one_b"}.get(name, name)
+    assert find_builder(name) is find_builder(BUILDERS[name].__name__) is BUILDERS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "builder"),
+    [
+        ("1F1B", one_f_one_b),
+        ("Schedule1F1B", one_f_one_b),
+        ("GPipe", gpipe),
+        ("Interleaved1F1B", interleaved_1f1b),
+        ("InterleavedZeroBubble", interleaved_zb),
+        ("ZBVZeroBubble", zbv),
+        ("one_f_one_b", one_f_one_b),
+        ("one-f-one-b", one_f_one_b),
+    ],
+)
+def test_names_of_torch_and_other_spellings(name, builder):
+    assert find_builder(name) is builder
+
+
+def test_unknown_names_show_the_known_ones():
+    with pytest.raises(
+        ValueError, match="unknown schedule 'gpip': expected one of gpipe, .*did you mean 'gpipe'"
+    ):
+        find_builder("gpip")

@@ -213,7 +213,7 @@ def to_scatter(overview: Overview, *, width: float | None = None) -> str:
             float(row.timeline.bubble),
             row.peak_activations,
             ("twice" if row.parameters > 1 else "point") + (" over" if overview.exceeds(row) else ""),
-            _name(row),
+            clipped(row.name) + (f" ({number(row.parameters)} x parameters)" if row.parameters > 1 else ""),
         )
         for row in overview.rows
     ]
@@ -223,11 +223,6 @@ def to_scatter(overview: Overview, *, width: float | None = None) -> str:
         ("bubble: share of the makespan in which ranks wait", lambda x: f"{short(100 * x)}%"),
         (f"peak activations, in those of one microbatch in one rank's share of the model{pale}", short),
     )  # fmt: skip
-
-
-def _name(row: ScheduleFigures) -> str:
-    name = clipped(row.name)
-    return name if row.parameters <= 1 else f"{name} ({number(row.parameters)} x parameters)"
 
 
 def _items(schedules: Iterable[str | Schedule]) -> list[str | Schedule]:

@@ -276,9 +276,7 @@ class _Problem(NamedTuple):
 
 @collector_paused()
 def _search(problems: Sequence[_Problem], cap: Cap, effort: float, progress: Progress | None) -> Plan:
-    """Search all problems for a while, the better half for longer, and halve again until a single problem is
-    left.
-    """
+    """Search all problems for half of the effort, and the best for the rest."""
     effort *= _SEVERAL if len(problems) > 1 else 1
     searches: list[tuple[_Problem, Search]] = []
     stopped = False
@@ -299,15 +297,13 @@ def _search(problems: Sequence[_Problem], cap: Cap, effort: float, progress: Pro
         bound, operations = problem.bound.value * problem.numbers.ticks, effort * problem.operations
         given = problem.given(cap, effort / len(problems))
         searches.append((problem, Search(problem.numbers, bound, operations, given, stop)))
-    left, rounds = searches, (len(searches) - 1).bit_length() + 1
-    for _ in range(rounds):
-        least: Number = inf
-        for problem, search in left:
-            if problem.bound.value < least:
-                search.advance(search.operations / rounds / len(left))
-            least = min(least, value((problem, search)))
-        left = sorted(left, key=value)[: (len(left) + 1) // 2]
-    problem, search = left[0]
+    least: Number = inf
+    for problem, search in searches:
+        if problem.bound.value < least:
+            search.advance(search.operations / 2 / len(searches))
+        least = min(least, value((problem, search)))
+    problem, search = min(searches, key=value)
+    search.advance(search.operations / 2)
     return problem.plan(search.best)
 
 

@@ -286,7 +286,18 @@ def _areas(p: Problem, chain: "_Path") -> Iterator[Bound]:
     m, way = p.microbatches, [chain.end[-1 - s] - chain.start[s] for s in range(len(p.place))]  # F to I
     for rank, (stages, work, cap) in enumerate(zip(p.stages_by_rank, p.work, p.cap, strict=True)):
         stay = sum(p.held[s] * way[s] + p.kept[s] * p.weight[s] for s in stages) * m
-        again, moved = ([w for s in stages for w in ways(p, s, way[s])] for ways in (_again, _moved))
+        # The time, of the rank or of a link in the mean of both directions, and the area that it saves.
+        apart = {s: way[s] - p.forward[s] - p.backward[s] for s in stages}
+        again = [
+            (time, (p.held[s] - p.stub[s]) * max(0, apart[s] - time))
+            for s in stages
+            if (time := p.again[s]) is not None
+        ]
+        moved = [
+            ((out + p.back[s]) / 2, p.held[s] * max(0, apart[s] - out - p.back[s]))
+            for s in stages
+            if (out := p.out[s]) is not None
+        ]
         low, high = float(work), float(max(work, stay / cap if cap else 0))
         for _ in range(_HALVINGS):
             time = (low + high) / 2
@@ -295,20 +306,6 @@ def _areas(p: Problem, chain: "_Path") -> Iterator[Bound]:
         value = low * (1 - _ROUNDED)
         begin = chain.start[stages[0]] if p.objective == "makespan" else 0
         yield Bound(begin + (int(value) if isinstance(work, int) else value), "memory", rank)
-
-
-def _again(p: Problem, s: int, way: Number) -> Iterator[tuple[Number, Number]]:
-    """Yield the time, and the area that it saves, to compute a microbatch again."""
-    if (time := p.again[s]) is not None:
-        apart = max(0, way - p.forward[s] - time - p.backward[s])
-        yield time, (p.held[s] - p.stub[s]) * apart
-
-
-def _moved(p: Problem, s: int, way: Number) -> Iterator[tuple[Number, Number]]:
-    """Yield (time of a link, memory x time saved) of offloading a microbatch: the mean of both ways."""
-    if (out := p.out[s]) is not None:
-        both = out + p.back[s]
-        yield both / 2, p.held[s] * max(0, way - p.forward[s] - both - p.backward[s])
 
 
 def _saved(ways: list[tuple[Number, Number]], time: Number, count: int) -> Number:
@@ -462,17 +459,12 @@ def _left(load: _Load, c: int) -> Number:
         memory = sum(load.held[:reached])
         work = sum(length[q + 1 :]) + sum(load.weight[:full])
         states.append((memory, work))
-        for _, kept, weight in sorted(_pending(load, full), key=lambda item: item[0]):
+        # The W that may wait while the chunks up to ``full`` lack their I, by memory per work.
+        pairs = zip(load.kept[full:], load.weight[full:], strict=True)
+        for kept, weight in sorted((w for w in pairs if w[1]), key=lambda pair: pair[0] / pair[1]):
             memory, work = memory + kept, work + weight
             states.append((memory, work))
     return _most(states, load.microbatches - 1, load.cap - sum(load.held[: min(c + 1, 2 * v - c)]))
-
-
-def _pending(load: _Load, full: int) -> Iterator[tuple[float, int, Number]]:
-    """List the W that may wait while the chunks up to ``full`` lack their I: memory by work, memory, work."""
-    for kept, weight in zip(load.kept[full:], load.weight[full:], strict=True):
-        if weight:
-            yield kept / weight, kept, weight
 
 
 def _filled(load: _Load, c: int) -> Number:

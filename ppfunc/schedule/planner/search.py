@@ -145,94 +145,77 @@ def allowed(p: Problem, stage: int, way: Op) -> bool:
 
 
 def _fitted(p: Problem, rank: int, word: Word, ways: list[Op], spare: int) -> Word | None:
-    """Make a word fit, see :class:`_Fitting`. None if nothing fits.
+    """Make a word fit its cap.
+
+    Where memory is short, weight gradients come first, then the residuals go that are not used for longest.
+    They move while the link is free on average, else they are computed again.
 
     Args:
         spare: number of largest chunks of the cap that are left free.
+
+    Returns:
+        The word; None if nothing fits.
     """
-    m, at = p.microbatches, {item: place for place, item in enumerate(word)}
-    fitting = _Fitting(p, p.cap[rank] - spare * max(p.held[s] for s in stages_of(p.place, rank)), ways)
-    for item in word:
-        code, k = divmod(item, m)
-        s, letter = divmod(code, 5)
-        if letter == FORWARD:
-            if not fitting.make_room(p.held[s]):
-                return None
-            fitting.run(item, p.held[s])
-            fitting.here[s, k] = at[(5 * s + INPUT) * m + k]
-        elif letter == INPUT:
-            if not fitting.bring_back(s, k):
-                return None
-            fitting.run(item, p.kept[s] - p.held[s])
-            fitting.waiting.append(item + m)
-        elif item in fitting.waiting:
-            fitting.waiting.remove(item)
-            fitting.run(item, -p.kept[s])
-    return fitting.word
+    m, uses = p.microbatches, {item: place for place, item in enumerate(word)}
+    stages = stages_of(p.place, rank)
+    cap = p.cap[rank] - spare * max(p.held[s] for s in stages)
+    free = {s: [way for way in ways if allowed(p, s, way)] for s in stages}
+    times = {FORWARD: p.forward, INPUT: p.backward, WEIGHT: p.weight}
+    here, gone = (
+        dict[tuple[int, int], int](),
+        dict[tuple[int, int], Op](),
+    )  # residuals by stage and microbatch
+    fitted, waiting = Word(), Word()
+    held, now, link = 0, 0.0, 0.0
 
+    def run(item: int, change: int) -> None:
+        nonlocal held, now
+        fitted.append(item)
+        held += change
+        now += times[item // m % 5][item // m // 5]
 
-class _Fitting:
-    """Writes a word that fits a cap: where memory is short, weight gradients come first, then the residuals
-    go that are not used for longest.
-
-    They move while the link is free on average, else they are computed again.
-
-    Attributes:
-        here: place of the input gradient in the word to fit, by stage and microbatch of residuals.
-        gone: the ways of those that are elsewhere.
-        waiting: weight gradients that may run.
-    """
-
-    def __init__(self, p: Problem, cap: int, ways: list[Op]) -> None:
-        self.p, self.cap, self.ways = p, cap, ways
-        self.word, self.waiting, self.held, self.now, self.link = Word(), Word(), 0, 0.0, 0.0
-        self.here, self.gone = dict[tuple[int, int], int](), dict[tuple[int, int], Op]()
-        self._times = {FORWARD: p.forward, INPUT: p.backward, WEIGHT: p.weight}
-
-    def run(self, item: int, change: int) -> None:
-        """Run an item of the word, which changes the memory held."""
-        stage, letter = divmod(item // self.p.microbatches, 5)
-        self.word.append(item)
-        self.held += change
-        self.now += self._times[letter][stage]
-
-    def make_room(self, need: int) -> bool:
-        """Free memory until there is room for ``need`` units; return False if nothing more can go."""
-        p = self.p
-        while self.held + need > self.cap:
-            ready = [
-                (at, key) for key, at in self.here.items() if any(allowed(p, key[0], w) for w in self.ways)
-            ]
-            if self.waiting and (kept := p.kept[self.waiting[0] // p.microbatches // 5]):
-                self.run(self.waiting.pop(0), -kept)
+    def make_room(need: int) -> bool:
+        nonlocal held, link
+        while held + need > cap:
+            ready = [(use, key) for key, use in here.items() if free[key[0]]]
+            if waiting and (kept := p.kept[waiting[0] // m // 5]):
+                run(waiting.pop(0), -kept)
             elif ready:
-                self._leave(*max(ready)[1])
+                s, k = key = max(ready)[1]
+                out = p.out[s] or 0
+                moves = Op.OFFLOAD in free[s] and (len(free[s]) == 1 or link + out <= now)
+                gone[key] = Op.OFFLOAD if moves else Op.RECOMPUTE
+                held -= p.held[s] - (0 if moves else p.stub[s])
+                del here[key]
+                if moves:
+                    link += out
+                    fitted.append((5 * s + LEAVE) * m + k)
             else:
                 return False
         return True
 
-    def _leave(self, s: int, k: int) -> None:
-        free = [way for way in self.ways if allowed(self.p, s, way)]
-        moves = Op.OFFLOAD in free and (len(free) == 1 or self.link + (self.p.out[s] or 0) <= self.now)
-        self.gone[s, k] = way = Op.OFFLOAD if moves else Op.RECOMPUTE
-        del self.here[s, k]
-        self.held -= self._saved(s, way)
-        if moves:
-            self.link += self.p.out[s] or 0
-            self.word.append((5 * s + LEAVE) * self.p.microbatches + k)
-
-    def bring_back(self, s: int, k: int) -> bool:
-        """Bring residuals back that are used now; return False if there is no room."""
-        self.here.pop((s, k), None)
-        if way := self.gone.get((s, k)):
-            if not self.make_room(self._saved(s, way)):
-                return False
-            self.held += self._saved(s, way)
-            self.word.append((5 * s + RETURN) * self.p.microbatches + k)
-        return True
-
-    def _saved(self, s: int, way: Op) -> int:
-        return self.p.held[s] - (0 if way is Op.OFFLOAD else self.p.stub[s])
+    for item in word:
+        code, k = divmod(item, m)
+        s, letter = divmod(code, 5)
+        if letter == FORWARD:
+            if not make_room(p.held[s]):
+                return None
+            run(item, p.held[s])
+            here[s, k] = uses[(5 * s + INPUT) * m + k]
+        elif letter == INPUT:
+            here.pop((s, k), None)
+            if way := gone.get((s, k)):
+                back = p.held[s] - (0 if way is Op.OFFLOAD else p.stub[s])
+                if not make_room(back):
+                    return None
+                held += back
+                fitted.append((5 * s + RETURN) * m + k)
+            run(item, p.kept[s] - p.held[s])
+            waiting.append(item + m)
+        elif item in waiting:
+            waiting.remove(item)
+            run(item, -p.kept[s])
+    return fitted
 
 
 _CLOSE = 1 + 1e-9
@@ -287,12 +270,9 @@ class Search:
         self._trying = self.best
         self._stop = stop
         self._random = Random(0)
-        self._steps = self._run(given)
-
-    @property
-    def elapsed(self) -> float:
-        """Return the share of the work that is done."""
-        return min(1.0, self.spent / self.operations)
+        self._given = iter(given)
+        self._justified: list[Given] = []
+        self._walks: Iterator[int] | None = None
 
     @property
     def over(self) -> bool:
@@ -300,25 +280,25 @@ class Search:
         return self.stopped or self.best.value <= self.bound * _CLOSE
 
     def advance(self, operations: float) -> None:
-        """Replay some more operations, about ``operations``."""
+        """Replay about ``operations`` more: justify given orders, then delay the best two at random."""
         target = self.spent + operations
-        while self.spent < target and not self.over and next(self._steps, self) is None:
-            pass
-
-    def _run(self, given: Sequence[Given]) -> Iterator[None]:
-        """Improve the given orders, then delay the best two at random in turn; yield after each step."""
-        pool: list[Given] = []
-        for start in given:
-            if pool and self.elapsed > _GIVEN:
-                break
-            self._trying = start._replace(name=f"{start.name}, justified")
-            value, order = self.improve(start.order, start.rules)
-            pool.append(start._replace(value=value, order=order))
-            yield
-        starts = {start.value: start for start in sorted(pool, key=attrgetter("value"), reverse=True)}
-        best = [*starts.values()][-len(_PATIENCE) :]
-        for walk in cycle(map(self.disturb, best, _PATIENCE[-len(best) :])):
-            yield next(walk)
+        while self.spent < target and not self.over:
+            early = self.spent <= _GIVEN * self.operations or not self._justified
+            if start := next(self._given, None) if early and not self._walks else None:
+                self._trying = start._replace(name=f"{start.name}, justified")
+                value, order = self.improve(start.order, start.rules)
+                self._justified.append(start._replace(value=value, order=order))
+                continue
+            if not self._walks:
+                ordered = sorted(self._justified, key=attrgetter("value"), reverse=True)
+                self._justified = [*{start.value: start for start in ordered}.values()][-len(_PATIENCE) :]
+                self._walks = cycle(range(len(self._justified)))
+            turn = next(self._walks)
+            start = self._justified[turn]
+            self._trying = start._replace(name=f"{start.name}, justified and delayed at random")
+            tried = self._neighbour(start, _PATIENCE[turn - len(self._justified)])
+            if tried.value <= start.value:
+                self._justified[turn] = start._replace(value=tried.value, order=tried.order)
 
     def improve(self, order: Order, rules: Rules) -> Replayed:
         """Justify an order backwards and forwards while its value falls, also with weight gradients last."""
@@ -339,25 +319,17 @@ class Search:
             if self.over or not best.value < before:
                 return best
 
-    def disturb(self, start: Given, patience: tuple[float, float]) -> Iterator[None]:
-        """Delay some operations at random and justify the order, again and again; yield after each try."""
-        best = Replayed(start.value, start.order)
-        while True:
-            self._trying = start._replace(name=f"{start.name}, justified and delayed at random")
-            tried = self._neighbour(start.rules, best.order, patience)
-            best = tried if tried.value <= best.value else best
-            yield
-
-    def _neighbour(self, rules: Rules, order: Order, patience: tuple[float, float]) -> Replayed:
+    def _neighbour(self, start: Given, patience: tuple[float, float]) -> Replayed:
         """Return the best of an order replayed with delays and of two justifications of that.
 
         Ranks have a random patience in all replays: without any, a replay changes nearly every order.
         """
+        rules = start.rules
 
         def manner(hold: Hold = NO_HOLD) -> Manner:
             return Manner(self._random.uniform(*patience), hold=hold)
 
-        tried = [self._counted(1, replay(rules[0], order, manner(self._delays(rules[0]))))]
+        tried = [self._counted(1, replay(rules[0], start.order, manner(self._delays(rules[0]))))]
         for _ in range(2):
             tried.append(self._justify(rules, tried[-1].order, manner(), manner()))
         return min(tried, key=lambda r: r.value)
