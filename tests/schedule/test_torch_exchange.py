@@ -56,7 +56,7 @@ CASES = [(form, name) for form, names in FORMS.items() for name in names]
 def built(name: str) -> pp.Schedule:
     if name == "wave":
         costs = Costs(forward=[1, 2, 1] * RANKS)
-        return plan(RANKS, MICROBATCHES, costs, placement="wave", chunks=3, cap=9, effort=0.01).schedule
+        return plan(RANKS, MICROBATCHES, costs, placement="v", chunks=3, cap=9, effort=0.01).schedule
     return compute_only(BUILDERS[name](RANKS, MICROBATCHES, **OPTIONS.get(name, {})))
 
 

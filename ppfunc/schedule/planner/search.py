@@ -161,10 +161,8 @@ def _fitted(p: Problem, rank: int, word: Word, ways: list[Op], spare: int) -> Wo
     cap = p.cap[rank] - spare * max(p.held[s] for s in stages)
     free = {s: [way for way in ways if allowed(p, s, way)] for s in stages}
     times = {FORWARD: p.forward, INPUT: p.backward, WEIGHT: p.weight}
-    here, gone = (
-        dict[tuple[int, int], int](),
-        dict[tuple[int, int], Op](),
-    )  # residuals by stage and microbatch
+    # By stage and microbatch of residuals: the place of their input gradient, or the way that they went.
+    here, gone = dict[tuple[int, int], int](), dict[tuple[int, int], Op]()
     fitted, waiting = Word(), Word()
     held, now, link = 0, 0.0, 0.0
 
