@@ -5,7 +5,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Rational, Real
-from typing import Any, Literal, Self, get_args, overload
+from typing import Any, Self
 
 from ppfunc._checks import naming_arguments, require_counts, require_type, show_table, table
 
@@ -16,7 +16,7 @@ from .schedule import Schedule
 
 Number = Any  # int, float or Fraction; nothing is converted
 PerStage = Number | Sequence[Number] | Mapping[int, Number]
-_Optional = Literal["backward", "overlapped", "bandwidth", "recompute", "offload", "fetch"]
+_OPTIONAL = ("backward", "overlapped", "bandwidth", "recompute", "offload", "fetch")
 _MOST = 1e100  # sums of many stay within the floats
 OF_THE_MODEL = (  # divided where the model is cut into more stages
     "forward",
@@ -122,13 +122,7 @@ class Costs:
 
     _repr_pretty_ = show_table
 
-    @overload
-    def of(self, name: _Optional, stage: int) -> Number | None: ...
-
-    @overload
-    def of(self, name: str, stage: int) -> Number: ...
-
-    def of(self, name: str, stage: int) -> Number | None:
+    def of(self, name: str, stage: int) -> Any:
         """Return the value ``name`` for ``stage``.
 
         Returns:
@@ -311,7 +305,7 @@ def portion(value: Number, part: int, whole: int) -> Number:
 
 
 def _require(name: str, value: Any) -> None:
-    if value is None and name in get_args(_Optional):
+    if value is None and name in _OPTIONAL:
         return
     if not isinstance(value, Real) or isinstance(value, bool):
         raise ValueError(f"{name} is {reprlib.repr(value)}, expected a number")

@@ -144,16 +144,6 @@ def test_what_is_no_schedule_is_refused(name):
             "of type int, expected a Schedule",
         ),
         (
-            lambda: ps.to_trace(GPIPE, microseconds="a"),
-            TypeError,
-            "microseconds: got 'a' of type str, expected a number above 0",
-        ),
-        (
-            lambda: ps.to_trace(GPIPE, microseconds=0),
-            ValueError,
-            "microseconds: got 0, expected a number above 0",
-        ),
-        (
             lambda: timeline_of(GPIPE, None, []),
             TypeError,
             "starts: got None of type NoneType, expected 3 rows of times",

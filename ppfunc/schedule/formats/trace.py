@@ -15,10 +15,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf, nextafter
-from numbers import Real
 from typing import Any, NamedTuple, Self
-
-from ppfunc._checks import require_type
 
 from ..instruction import COMPUTE, KINDS, FormatError, Instruction, Op, Unit, microbatch_of, parts_of
 from ..json import load, read, read_schedule_at, simple, to_json
@@ -49,28 +46,22 @@ _UNITS = list(_TRACKS)
 _BESIDE = [op for op, kind in KINDS.items() if kind.unit in _TRACKS and op not in COMPUTE]
 
 
-def to_trace(
-    schedule: Schedule | Timeline, timeline: Timeline | None = None, *, microseconds: float | None = None
-) -> str:
+def to_trace(schedule: Schedule | Timeline, timeline: Timeline | None = None) -> str:
     """Return the trace of ``schedule`` as JSON text.
 
+    One unit of a simulated timeline is a millisecond there; measured times are seconds, and stay so.
+
     Args:
-        schedule: the one that ran, or would run; or a timeline alone, which has its schedule.
+        schedule: schedule that ran, or would run; or a timeline alone, which has its schedule.
         timeline: start and end of every instruction, simulated or measured (see
             :func:`~ppfunc.schedule.proof.timeline.timeline_of`); by default simulated with the default costs.
-        microseconds: length of one unit of the timeline in the trace; by default 1e6 where it is measured,
-            in seconds, else 1000.
 
     Raises:
-        TypeError, ValueError: the timeline is that of another schedule; a unit that is no number above 0.
+        TypeError, ValueError: the timeline is that of another schedule.
     """
     schedule, timeline = with_timeline(schedule, timeline)
     timeline = simulate(schedule) if timeline is None else timeline
-    if microseconds is None:
-        microseconds = 1e6 if timeline.measured else 1000.0
-    require_type("microseconds", microseconds, Real, "a number above 0")
-    if not 0 < microseconds < inf:
-        raise ValueError(f"microseconds: got {microseconds!r}, expected a number above 0")
+    microseconds = 1e6 if timeline.measured else 1000.0
     rows = [
         [_Slice.of(rank, bar, microseconds) for bar in row]
         for rank, row in enumerate(bars_of(schedule, timeline))
