@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from ppfunc.schedule import deepspeed_train, from_trace, gpipe
+from ppfunc.schedule import from_trace, gpipe
 from ppfunc.schedule.formats.files import parse
 from ppfunc.schedule.instruction import FormatError, Instruction, Op, overlap
 from ppfunc.schedule.json import from_json, to_json
@@ -24,11 +24,9 @@ RICH = Schedule(
 )
 
 
-@pytest.mark.parametrize("schedule", [gpipe(2, 3), deepspeed_train(3, 4), RICH], ids=lambda s: s.name)
-def test_round_trip(schedule):
-    again = from_json(to_json(schedule))
-    assert again == schedule
-    assert again.digest == schedule.digest
+def test_everything_that_a_schedule_can_hold_comes_back():
+    again = from_json(to_json(RICH))
+    assert again == RICH and again.digest == RICH.digest
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
-"""One instruction as text: parsing is the strict inverse of ``str``."""
+"""The table of operations, and one instruction as text: parsing is the strict inverse of ``str``."""
+
+from dataclasses import fields, replace
 
 import pytest
 from hypothesis import given, strategies as st
 
+from ppfunc.schedule import Costs, F, ScheduleError, check, gpipe, insert_unshards
 from ppfunc.schedule.instruction import (
     COMMUNICATION,
+    KINDS,
     WHOLE_STAGE,
     FormatError,
     Instruction,
@@ -76,3 +80,26 @@ def test_anything_else_is_refused_with_the_reason(text, reason):
     with pytest.raises(FormatError, match=reason) as caught:
         parse_instruction(text)
     assert len(str(caught.value)) < 400
+
+
+def test_every_operation_has_a_row_that_fits_the_others():
+    assert KINDS.keys() == set(Op)
+    states = {item for kind in KINDS.values() for item in kind.gives.items()}
+    states |= {("residuals", "not computed"), ("residuals", "dropped"), ("parameters", "sharded")}
+    states |= {("data", "missing"), ("data", "received")}
+    times = {field.name for field in fields(Costs)}
+    for op, kind in KINDS.items():
+        assert {(thing, state) for thing, found in kind.needs.items() for state in found} <= states, op
+        assert kind.unit is None or op in COMMUNICATION or (kind.cost or op.lower()) in times, op
+        assert bool(kind.label) == bool(kind.colour) and bool(kind.label) <= bool(kind.unit), op
+        assert kind.microbatch or (kind.held == (0, 0) and not kind.inputs), op
+
+
+def test_a_row_decides_what_is_proved_and_refused(monkeypatch):
+    """Without UNSHARD before F a schedule in shards is wrong, because the row of F says so."""
+    schedule = insert_unshards(gpipe(1, 1))
+    late = replace(schedule, programs=(((F(0, 0), *schedule.programs[0][0][:1]), *schedule.programs[0][1:]),))
+    with pytest.raises(ScheduleError, match="parameters of stage 0 are sharded, and F needs them whole"):
+        check(late)
+    monkeypatch.setitem(KINDS, Op.F, KINDS[Op.F]._replace(needs={}))
+    check(late)

@@ -29,8 +29,6 @@ from ppfunc.schedule import (
     simulate,
     split_backward,
     zb_h1,
-    zb_h2,
-    zbv,
 )
 from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMPUTE
@@ -141,15 +139,6 @@ def test_the_published_bubble_rate():
         Costs(*map(Fraction, ("18.522", "18.086", "9.337")), communication=Fraction("0.601")),
     )
     assert float(exact.span_bubble) == pytest.approx(timeline.span_bubble, rel=1e-13)
-
-
-def test_formulas_of_the_other_schedules():
-    unit = Costs(1, 1, 1)
-    assert simulate(gpipe(4, 8), Costs(2, 3, 4)).idle == (3 * 9,) * 4
-    assert simulate(interleaved_1f1b(4, 8), unit).idle == (9,) * 4  # per chunk: F, B, W are 2, 2, 2 together
-    assert simulate(zb_h1(4, 8), unit).idle == (3,) * 4
-    assert simulate(zb_h2(4, 8), unit).span_bubble == 0
-    assert simulate(zbv(4, 8), unit).span_bubble == 0
 
 
 def test_span_and_makespan():

@@ -274,8 +274,8 @@ def insert_offloads(
     Equivalent to: behind the compute instruction that comes ``lookahead`` compute instructions after each F
     of the chosen stages write OFFLOAD, which waits for the copy that begins with the end of F; before the one
     that comes as many before its B or I, write FETCH. Residuals that would not be away during any compute
-    instruction stay where they are, and so do those that move already or are computed again. A plan with a
-    cap (``plan(..., cap=)``) moves what exceeds it alone.
+    instruction stay where they are, and so do those that move already or are computed again. A plan
+    with a cap and costs of ``offload`` moves only residuals that exceed the cap.
 
     Args:
         stages: the stages whose residuals move; all of them by default.
