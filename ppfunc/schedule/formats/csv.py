@@ -120,7 +120,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
             )
     placement, chains = _layout(rows)
     programs = tuple(tuple(() if i is None else (i,) for i in row) for row in rows)
-    return Schedule(name, placement, chains, programs, _skips(rows))
+    return Schedule(name, placement, chains, programs, _skips(rows, len(placement)))
 
 
 def _rows(text: str) -> list[_Row]:
@@ -184,11 +184,17 @@ def _refuse_blanks(rows: list[_Row], token: str) -> None:
             )
 
 
-def _skips(rows: list[_Row]) -> tuple[tuple[int, int], ...]:
+def _skips(rows: list[_Row], stages: int) -> tuple[tuple[int, int], ...]:
     """Collect the edges of messages that name their peer, each from its source stage."""
-    named = (i for row in rows for i in row if i is not None and i.peer is not None)
-    ends = ((i.stage, i.peer)[:: 1 if i.op in (Op.SEND_F, Op.RECV_B) else -1] for i in named)
-    return tuple(sorted(set(ends)))
+    edges = set()
+    for rank, row in enumerate(rows):
+        for position, i in enumerate(row):
+            if i is not None and i.peer is not None:
+                if max(i.stage, i.peer) >= stages:
+                    reason = f"there are only {stages} stages: expected a peer from 0 to {stages - 1}"
+                    raise ScheduleError(rank, (position, 0), i, reason)
+                edges.add((i.stage, i.peer) if i.op in (Op.SEND_F, Op.RECV_B) else (i.peer, i.stage))
+    return tuple(sorted(edges))
 
 
 def _layout(rows: list[_Row]) -> tuple[tuple[int, ...], tuple[Chain, ...]]:
@@ -222,8 +228,8 @@ def _placement(rows: list[_Row], held: list[Counter[int]], stages: int) -> tuple
     for rank, counts in enumerate(held):
         for stage, often in counts.items():
             owners[stage] = max(owners.get(stage, (0, 0)), (often, -rank))
-    gap = next((stage for stage in range(stages) if stage not in owners), None)
-    for rank, row in enumerate(rows) if gap is not None else ():
+    gap = next((stage for stage in range(stages) if stage not in owners), stages)
+    for rank, row in enumerate(rows if gap < stages else ()):
         for position, instruction in enumerate(row):
             if any(part.stage > gap for part in _compute([instruction])):
                 reason = (
