@@ -322,19 +322,15 @@ class StageCode(NamedTuple):
     """Hold the code of one stage for one form of its inputs.
 
     Args:
-        params, constants, state: names of the tensors of the model that it reads.
+        part: the stage.
         frozen: the names of its parameters that get no gradient.
-        received: the stages from which it takes values.
         dtypes: the dtypes of the values that it takes.
         run: ``(params, constants, state, inputs, received) -> (sent, new state, result)``; the result is that
             of the model in the last stage, and None in others.
     """
 
-    params: tuple[str, ...]
-    constants: tuple[str, ...]
-    state: tuple[str, ...]
+    part: StagePart
     frozen: frozenset[str]
-    received: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     run: Callable[..., tuple[dict[int, Leaves], dict[str, Tensor], Any]]
 
@@ -412,7 +408,8 @@ def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
     run = write(Recipe(code, ("values",), f"stage {stage} of a split run"))
     writes = frozenset(at for node in part.body for at in node.meta["writes"])
     copied = [i for i, node in enumerate(arguments) if not writes.isdisjoint(storages_of(node))]
-    rebuild = _rebuilder(trace, results)
+    # Of a tensor its node.
+    leaves = [r if isinstance(r, Node) or type(r) in PLAIN else NotKept(type(r)) for r in trace.results]
     arriving, leaving = ([_memory_order(node) for node in nodes] for nodes in (taken, sent))
     # From the order of a message back to that of its axes.
     arriving = [order and tuple(map(order.index, range(len(order)))) for order in arriving]
@@ -425,34 +422,15 @@ def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
         messages = map(_permuted, sent_values, leaving)
         out = {to: tuple(islice(messages, len(nodes))) for to, nodes in part.sent.items()}
         states = {name: t.detach() for name, t in zip(part.state, new_state, strict=True)}
-        return out, states, rebuild(tensors) if last else None
+        made: dict[Any, Any] = dict(zip(results, tensors, strict=True))
+        return out, states, trace.treedef.unflatten([made.get(r, r) for r in leaves]) if last else None
 
     return StageCode(
-        part.params,
-        part.constants,
-        tuple(part.state),
+        part,
         frozenset(part.params) & trace.frozen,
-        tuple(part.received),
         tuple(node.meta["value"].dtype for node in taken),
         call,
     )
-
-
-def _rebuilder(trace: Trace, tensors: Sequence[Node]) -> Callable[[Leaves], Any]:
-    """Make a function that builds the result of the model from its tensors, each of which is there once."""
-    places = {node: i for i, node in enumerate(tensors)}
-    leaves = [places.get(r) if isinstance(r, Node) else None for r in trace.results]
-    others = [None if isinstance(r, Node) else _plain(r) for r in trace.results]
-
-    def rebuild(results: Leaves) -> Any:
-        pairs = zip(leaves, others, strict=True)
-        return trace.treedef.unflatten([o if place is None else results[place] for place, o in pairs])
-
-    return rebuild
-
-
-def _plain(value: Any) -> Any:
-    return value if type(value) in PLAIN else NotKept(type(value))
 
 
 def _memory_order(node: Node) -> tuple[int, ...] | None:

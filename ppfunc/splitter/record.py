@@ -9,7 +9,7 @@ and other threads call the functions as they were.
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import _lru_cache_wrapper, partial, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -469,46 +469,32 @@ _UNSEEN = (
 
 
 @contextmanager
-def functions_kept(recording: Recording) -> Iterator[None]:
-    """Make each ``autograd.Function`` that the recorded thread calls one operator with its own backward."""
+def changed(recording: Recording) -> Iterator[None]:
+    """Change the functions of torch that a recorded model calls.
+
+    * Each ``autograd.Function`` becomes one operator, with its own backward.
+    * What no operator records is refused: seeds, hooks onto a gradient.
+    * Checks of values are skipped: ``torch._check``, and of distributions' arguments.
+    * Functions that ``torch.compile`` has made are called as the Python that they were made of.
+    """
 
     def apply(original: Callable[..., Any], cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         bound = partial(original, cls)
         return recording.call_function(bound, cls, args, kwargs) if recording.here else bound(*args, **kwargs)
 
-    with _replaced(Function, "apply", apply):
-        yield
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Call functions that ``torch.compile`` has made as the Python that they were made of."""
-    known = "torch._dynamo" in sys.modules  # nothing is compiled without it, and its import is slow
-    return torch.compiler.set_stance("force_eager") if known else nullcontext()
-
-
-@contextmanager
-def unseen_refused() -> Iterator[None]:
-    """Refuse actions that no operator records: seeds, hooks onto a gradient."""
-
     def refuse(what: str, mend: str, *_: Any, **__: Any) -> Any:
         raise StageError(MODEL, f"it {what}{calling_place()}, which is not traced", f"{mend}, or {BY_HAND}")
 
     with ExitStack() as stack:
+        stack.enter_context(_replaced(Function, "apply", apply))
+        stack.enter_context(_replaced(torch, check_values.__name__, lambda *_, **__: None))
         for owner, name, what, mend in _UNSEEN:
             stack.enter_context(_replaced(owner, name, partial(refuse, what, mend)))
+        stack.callback(Distribution.set_default_validate_args, Distribution._validate_args)
+        Distribution.set_default_validate_args(False)
+        if "torch._dynamo" in sys.modules:  # nothing is compiled without it, and its import is slow
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
-
-
-@contextmanager
-def values_unchecked() -> Iterator[None]:
-    """Skip checks of values: ``torch._check``, and of distributions' arguments."""
-    before = Distribution._validate_args
-    Distribution.set_default_validate_args(False)
-    try:
-        with _replaced(torch, check_values.__name__, lambda *_, **__: None):
-            yield
-    finally:
-        Distribution.set_default_validate_args(before)
 
 
 class AssignedAttributes(TorchFunctionMode):

@@ -250,7 +250,8 @@ class Footprint(NamedTuple):
     @classmethod
     def of(cls, codes: Sequence[StageCode]) -> Self:
         """Put together the tensors that the code of one stage holds, for all calls."""
-        each = zip(*((code.params, code.constants, code.state, code.received) for code in codes), strict=True)
+        parts = [code.part for code in codes]
+        each = zip(*((p.params, p.constants, p.state, p.received) for p in parts), strict=True)
         return cls(*(tuple(dict.fromkeys(chain.from_iterable(names))) for names in each))
 
 

@@ -1,8 +1,7 @@
 """Trace one call of a model without values."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from typing import Any, NamedTuple, Self
@@ -42,10 +41,7 @@ from .record import (
     AssignedAttributes,
     Recording,
     caches_emptied,
-    functions_kept,
-    uncompiled,
-    unseen_refused,
-    values_unchecked,
+    changed,
 )
 
 PIPE_SPLIT = "pipe_split() "
@@ -122,7 +118,7 @@ def trace(
         StageError: it cannot be traced.
     """
     _require_no_hooks(model)
-    # It sees draws by functions that `unseen_refused` does not replace.
+    # It sees draws by functions that `changed` does not replace.
     then = (watch := Watch(model)).state()
     with caches_emptied(value for _, value in watch.found.values()):
         traced = without_foreign_draws(partial(_trace, model, form, inputs, device, compute, mapped), MODEL)
@@ -138,23 +134,23 @@ def _trace(
     compute: torch.dtype | None,
     mapped: bool,
 ) -> Trace:
-    tensors = Tensors.of(model)
-    with process_lock, undisturbed(), unseen_refused(), without_values():
-        recording = Recording(mapped, _codes_of_forwards(model))
+    tensors, forwards = Tensors.of(model), (unwrap(type(module).forward) for module in model.modules())
+    with (
+        process_lock,
+        without_transforms(),  # that are active outside
+        without_modes(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        without_values(),
+    ):
+        recording = Recording(mapped, [getattr(function, "__code__", None) for function in forwards])
         fakes = {name: _like(t, device, compute) for name, t in tensors.params.items()}
         fakes |= {name: _like(t, device) for name, t in tensors.buffers.items()}
         input_tensors = tuple(_input(leaf, device) for leaf in inputs)
         nodes = {name: recording.place(t, "v_" + re.sub(r"\W", "_", name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(input_tensors))
         tensors_by_name = fakes | {place: fakes[name] for place, name in tensors.places.items()}
-        with (
-            unmodified(model),
-            values_unchecked(),
-            AssignedAttributes(),
-            functions_kept(recording),
-            in_python(),
-            uncompiled(),
-        ):
+        with unmodified(model), AssignedAttributes(), changed(recording), in_python():
             arguments = without_constants(form.arguments(input_tensors))
             named = {node.name: name for node, name in zip(input_nodes, form.names(model), strict=True)}
             result = _call(model, tensors_by_name, arguments, recording, device, named)
@@ -228,18 +224,6 @@ def _call(
     if getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager":
         mend = f'if it is an expert, model.set_experts_implementation("batched_mm"); else {mend}'
     raise StageError(MODEL, reason, mend)
-
-
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Run the body without the modes and transforms that are active outside."""
-    with without_transforms(), without_modes(), torch.inference_mode(False), torch.enable_grad():
-        yield
-
-
-def _codes_of_forwards(model: nn.Module) -> set[Any]:
-    functions = (unwrap(type(module).forward) for module in model.modules())
-    return {getattr(function, "__code__", None) for function in functions}
 
 
 def _require_no_hooks(model: nn.Module) -> None:

@@ -281,13 +281,13 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
         leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms]
         code = source.codes(form, leaves, device, compute=compute)[stage]
         inputs = tuple(t.contiguous() for t in tensors) if stage == 0 else ()
-        received = tuple(t for a in code.received for t in (values if a == stage - 1 else skips[a]))
+        received = tuple(t for a in code.part.received for t in (values if a == stage - 1 else skips[a]))
         _require_dtypes(received, code.dtypes, stage)
         whole = {**params, **{n: as_dtensor(params[n], layout) for n, layout in layouts.items()}}
-        weights = tuple(detached(n, whole[n]) if n in code.frozen else whole[n] for n in code.params)
-        constants = tuple(source.buffer(n, device, stage) for n in code.constants)
+        weights = tuple(detached(n, whole[n]) if n in code.frozen else whole[n] for n in code.part.params)
+        constants = tuple(source.buffer(n, device, stage) for n in code.part.constants)
         sent, new_state, result = code.run(
-            weights, constants, tuple(state[n] for n in code.state), inputs, received
+            weights, constants, tuple(state[n] for n in code.part.state), inputs, received
         )
         if last:
             y = result

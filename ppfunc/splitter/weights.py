@@ -3,7 +3,7 @@
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from difflib import get_close_matches
 from functools import partial
@@ -24,12 +24,7 @@ from .source import Source
 from .trace import Tensors
 
 Trees = Mapping[int, Mapping[str, Tensor]]
-Read = Callable[[str, Tensor, torch.dtype], Tensor]
-"""``(name, like, dtype)`` to the tensor of that name, of the form and on the device of ``like``."""
-
 Init = Callable[[str, Tensor, torch.Generator], object]
-
-_PIECE = 2**21  # bytes of a file that are in memory at a time
 
 
 def read_weights(
@@ -52,7 +47,14 @@ def read_weights(
     require_type(
         "weights", weights, str | PathLike | Mapping, "a safetensors file, a folder of them, or a state dict"
     )
-    held, read = _mapping_reader(weights) if isinstance(weights, Mapping) else _file_reader(Path(weights))
+    files: Mapping[str, Path] = {}
+    if isinstance(weights, Mapping):
+        for name, weight in weights.items():
+            require_type(f"weights: the name {name!r}", name, str, "a text")
+            require_type(name, weight, Tensor, "a tensor")
+    else:
+        files = _files(Path(weights))
+    held = weights if isinstance(weights, Mapping) else files
     aliases: dict[str, list[str]] = {}
     for place, name in tensors.places.items():
         aliases.setdefault(name, []).append(place)
@@ -75,7 +77,13 @@ def read_weights(
                     f"{name}: the model has a DTensor, expected a plain tensor; load the weights into the"
                     " model before it is laid out"
                 )
-            done[name] = read(entry, like, wanted if wanted and like.is_floating_point() else like.dtype)
+            to = wanted if wanted and like.is_floating_point() else like.dtype
+            if isinstance(weights, Mapping):
+                done[name] = _fitted(name, weights[entry].detach(), like, to)
+            else:
+                # All that was read of an open file stays in memory.
+                with _opened(files[entry]) as file, torch.device("cpu"):
+                    done[name] = _fitted(name, file.get_tensor(entry), like, to)
         return done[name]
 
     loaded = {s: {name: load(name, t, dtype) for name, t in params[s].items()} for s in numbers}
@@ -278,58 +286,23 @@ def state_dict(source: Source, values: Mapping[str, Tensor], whole: bool) -> dic
     return entries
 
 
-def _require_fit(name: str, shape: Sequence[int], dtype: torch.dtype, like: Tensor) -> None:
-    """Raise where the model has another shape, or integers for numbers that need not be."""
-    if list(shape) != list(like.shape):
+def _fitted(name: str, weight: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Copy a weight to the device of another tensor.
+
+    Raises:
+        ValueError: the model has another shape, or integers where the weights have other numbers.
+    """
+    if weight.shape != like.shape:
         raise ValueError(
-            f"{name}: the weights have the shape {list(shape)}, the model has {list(like.shape)};"
+            f"{name}: the weights have the shape {list(weight.shape)}, the model has {list(like.shape)};"
             " give the weights of this model"
         )
-    if dtype.is_floating_point and not (like.dtype.is_floating_point or like.dtype.is_complex):
+    if weight.is_floating_point() and not (like.is_floating_point() or like.is_complex()):
         raise ValueError(
-            f"{name}: the weights have the dtype {dtype}, the model has {like.dtype}; convert the weights"
+            f"{name}: the weights have the dtype {weight.dtype}, the model has {like.dtype}; convert the"
+            " weights"
         )
-
-
-def _home(like: Tensor) -> torch.device:
-    return torch.device("cpu") if like.is_meta else like.device
-
-
-def _mapping_reader(weights: Mapping[str, Tensor]) -> tuple[Collection[str], Read]:
-    """List the names in a state dict, and make a function that copies one tensor."""
-    for name, weight in weights.items():
-        require_type(f"weights: the name {name!r}", name, str, "a text")
-        require_type(name, weight, Tensor, "a tensor")
-
-    def read(name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        weight = weights[name].detach()
-        _require_fit(name, weight.shape, weight.dtype, like)
-        return weight.to(_home(like), dtype, copy=True)
-
-    return set(weights), read
-
-
-def _file_reader(path: Path) -> tuple[Collection[str], Read]:
-    """List the names in safetensors files, and make a function that reads one tensor.
-
-    A tensor is read in pieces, for each of which the file is opened anew: all that was read of an open file
-    stays in memory.
-    """
-    files = _files(path)
-
-    def read(name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        whole = torch.empty(like.shape, dtype=dtype, device=_home(like))
-        rows = max(1, _PIECE * len(whole) // max(whole.nbytes, 1)) if whole.ndim else 0
-        for piece in (
-            [slice(start, start + rows) for start in range(0, max(len(whole), 1), rows)] if rows else [...]
-        ):
-            with _opened(files[name]) as file, torch.device("cpu"):  # where the slice is made by default
-                part = file.get_slice(name)
-                _require_fit(name, part.get_shape(), (value := part[piece]).dtype, like)
-                whole[piece] = value
-        return whole
-
-    return files.keys(), read
+    return weight.to("cpu" if like.is_meta else like.device, dtype, copy=True)
 
 
 def _files(path: Path) -> dict[str, Path]:

@@ -78,13 +78,6 @@ class MaskFilledInPlace(Base):
         return self.c(h)
 
 
-class MaskFilledByFloats(Base):
-    def forward(self, x):
-        mask = torch.zeros(x.shape[0], D, dtype=x.dtype)
-        mask.add_(x.abs())
-        return self.c(self.b(self.a(x)) * mask) * mask
-
-
 class MaskFilledByFloatsThroughAView(Base):
     def forward(self, x):
         mask = torch.zeros(x.shape[0], D, dtype=x.dtype)
