@@ -132,6 +132,20 @@ def add_options(parser: Any, required: Collection[str] = (), /, **meanings: str)
         parser.add_argument(option(name), type=kind, metavar=metavar, required=needed, help=meaning)
 
 
+def add_command(
+    commands: Any, name: str, run: Callable[[Options], tuple[int, str]], **texts: str
+) -> CommandParser:
+    """Add a subcommand to the subparsers of a command line.
+
+    Args:
+        run: function from the options to an exit code and a text; it takes the options that it honours.
+        texts: help, description and example.
+    """
+    parser: CommandParser = commands.add_parser(name, **texts)
+    parser.set_defaults(run=run)
+    return parser
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add ``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")

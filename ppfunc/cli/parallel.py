@@ -5,24 +5,27 @@ from typing import Any
 
 from ppfunc.parallel import Topology, effective_loads, partition_balanced, partition_layers
 
-from .options import Options, add_json, add_options
+from .options import Options, add_command, add_json, add_options
 
 _MOST = 1_000_000  # ranks
 
 
 def add_parallel(commands: Any) -> None:
     """Add ``topology`` and ``partition`` to the subparsers of a command line."""
-    topology = commands.add_parser(
+    topology = add_command(
+        commands,
         "topology",
+        _topology,
         help="ranks, coordinates and groups of a grid of processes",
         description="Print a grid of processes.",
         example="  ppfunc topology --axes pipe=2,data=2,model=2",
     )
     axes = "names and sizes, slowest first, as in pipe=2,data=2,model=2"
     topology.add_argument("--axes", required=True, help=axes)
-    topology.set_defaults(run=_topology)
-    partition = commands.add_parser(
+    partition = add_command(
+        commands,
         "partition",
+        _partition,
         help="cut layers into stages",
         description="Print where layers are cut into stages, and the loads.",
         example=(
@@ -39,7 +42,6 @@ def add_parallel(commands: Any) -> None:
         output_weight="cost of norm and head in layers (1 with --layers)",
     )
     partition.add_argument("--allow-empty", action="store_true", help="accept stages without layers")
-    partition.set_defaults(run=_partition)
     for parser in (topology, partition):
         add_json(parser)
 

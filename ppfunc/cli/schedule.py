@@ -31,6 +31,7 @@ from ppfunc.schedule import (
 
 from .options import (
     Options,
+    add_command,
     add_cost_options,
     add_json,
     add_options,
@@ -83,16 +84,18 @@ _TABLES = {"table": (".txt",), "svg": (".svg",), "json": (".json",)}
 
 def add_schedules(commands: Any) -> None:
     """Add the subcommands on schedules to the subparsers of a command line."""
-    listing = commands.add_parser(
+    add_command(
+        commands,
         "list",
-        help="the schedules that can be built, with their options; all about those that are named",
-        example="  ppfunc list\n  ppfunc list zbv",
+        _list,
+        help="schedules that can be built, with their options; in Python, help(ppfunc.zbv) says more",
+        example="  ppfunc list",
     )
-    listing.add_argument("names", metavar="NAME", nargs="*", help="all about these")
-    listing.set_defaults(run=_list)
     _add_show(commands)
-    checking = commands.add_parser(
+    checking = add_command(
+        commands,
         "check",
+        _check,
         help="prove a schedule, or say what is wrong with it",
         description="Exits with 0 where the schedule is right, with 1 where it is wrong.",
         example=(
@@ -102,9 +105,10 @@ def add_schedules(commands: Any) -> None:
     )
     add_source(checking)
     add_options(checking, max_activations="refuse a rank that holds more activations at one time")
-    checking.set_defaults(run=_check)
-    timing = commands.add_parser(
+    timing = add_command(
+        commands,
         "simulate",
+        _simulate,
         help="time, bubbles and memory of a schedule on paper",
         description="A trace without costs has the times that were measured.",
         example="  ppfunc simulate 1f1b --ranks 4 --microbatches 8 --forward 1,2,1,1 --backward 2,4,2,2",
@@ -112,13 +116,14 @@ def add_schedules(commands: Any) -> None:
     add_source(timing)
     add_cost_options(timing, "all stages")
     add_json(timing)
-    timing.set_defaults(run=_simulate)
     _add_compare(commands)
 
 
 def _add_show(commands: Any) -> None:
-    show = commands.add_parser(
+    show = add_command(
+        commands,
         "show",
+        _show,
         help=f"print, draw or convert a schedule: --format {', '.join(_SUFFIXES)}, or the suffix of --out",
         description="Grid, SVG and trace are drawn with the costs, or with the times of a trace.",
         example=(
@@ -138,12 +143,13 @@ def _add_show(commands: Any) -> None:
     show.add_argument("--lowered", action="store_true", help=lowered)
     width = "pixels of an svg, or the most columns of a grid; default of a trace: those of the terminal"
     add_options(show, width=width, out=_OUT)
-    show.set_defaults(run=_show)
 
 
 def _add_compare(commands: Any) -> None:
-    comparing = commands.add_parser(
+    comparing = add_command(
+        commands,
         "compare",
+        _compare,
         help="a table of schedules for the same model part per rank",
         description=_COLUMNS,
         example=(
@@ -166,20 +172,15 @@ def _add_compare(commands: Any) -> None:
     add_cost_options(comparing, "one rank's share of the model", per=None)
     forms = "svg: bubble against memory; default: as the suffix of --out says, else table"
     comparing.add_argument("--format", choices=tuple(_TABLES), help=forms)
-    comparing.set_defaults(run=_compare)
 
 
 def _list(options: Options) -> tuple[int, str]:
     lines = []
-    chosen = [find_builder(name) for name in options.pop("names")]
     for name, build in BUILDERS.items():
-        text = (inspect.getdoc(build) or "").replace("``", "")
-        if build in chosen:
-            lines.append(f"{name}, ppfunc.{build.__name__}\n\n{text}\n\n")
-        elif not chosen:
-            taken = inspect.signature(build).parameters.values()
-            words = (f"--{p.name}" if p.default is p.empty else f"[--{p.name}]" for p in taken)
-            lines.append(f"{name}\n    {text.splitlines()[0]}\n    {' '.join(words)}\n")
+        does = (inspect.getdoc(build) or "").partition("\n")[0].replace("``", "")
+        taken = inspect.signature(build).parameters.values()
+        words = (f"--{p.name}" if p.default is p.empty else f"[--{p.name}]" for p in taken)
+        lines.append(f"{name}\n    {does}\n    {' '.join(words)}\n")
     return 0, "".join(lines)
 
 

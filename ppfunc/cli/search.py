@@ -15,6 +15,7 @@ from ppfunc.schedule.planner.plan import chunk_counts, shared_costs
 
 from .options import (
     Options,
+    add_command,
     add_cost_options,
     add_json,
     add_options,
@@ -36,8 +37,10 @@ _NEEDED = {"recompute": "cap", "offload": "cap", "checkpoint": "recompute", "fet
 
 def add_searches(commands: Any) -> None:
     """Add ``plan`` and ``tune`` to the subparsers of a command line."""
-    planning = commands.add_parser(
+    planning = add_command(
+        commands,
         "plan",
+        _plan,
         help="search for the shortest schedule that fits in memory, with a lower bound",
         description=(
             "The stages of a rank share costs per rank; messages keep their size. Where several numbers of"
@@ -67,9 +70,10 @@ def add_searches(commands: Any) -> None:
     objective = "time to minimise; default: makespan"
     planning.add_argument("--objective", choices=("makespan", "span"), help=objective)
     add_json(planning)
-    planning.set_defaults(run=_plan)
-    tuning = commands.add_parser(
+    tuning = add_command(
+        commands,
         "tune",
+        _tune,
         help="rank grids, cuts, schedules, rematerialisation and shards for a model, with torch",
         description=(
             "FUNCTION of the file FILE, which is run, returns a dictionary of arguments of ppfunc.tune, such"
@@ -89,7 +93,6 @@ def add_searches(commands: Any) -> None:
         out="draw seconds over bytes there, as an svg",
     )
     add_json(tuning)
-    tuning.set_defaults(run=_tune)
 
 
 def _range(text: str) -> Any:

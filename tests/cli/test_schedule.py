@@ -52,18 +52,6 @@ def test_list_names_every_schedule_with_its_options(run):
     assert "    --ranks --microbatches [--chunks] [--group]\n" in out
 
 
-def test_list_of_a_name_tells_what_its_arguments_mean_and_which_are_refused(run):
-    code, out, _ = run("list", "ZBV", "dualpipe")
-    assert code == 0 and re.findall(r"^\w+, ppfunc\.\w+$", out, re.MULTILINE) == [
-        "zbv, ppfunc.zbv",
-        "dualpipe, ppfunc.dualpipe",
-    ]
-    assert "microbatches: number of microbatches of both directions together, even, at least 2p." in out
-    assert "Raises:" in out and "``" not in out
-    code, out, err = run("list", "zvb")
-    assert (code, out) == (2, "") and "zbv" in err
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, tmp_path):
     shape = ("--ranks", 4, "--microbatches", 8)
