@@ -63,7 +63,7 @@ def test_costs_come_from_a_file_or_from_options(run, tmp_path):
     again = json.loads(run("plan", *SMALL, "--costs", file, "--cap", 450, "--json")[1])
     assert again["costs"] == plan["costs"]
     file.write_text('{"forwards": 1}')
-    assert f"{file}: has 'forwards', expected an object" in run("plan", *SMALL, "--costs", file)[2]
+    assert f"{file}: got {{'forwards': 1}}, expected" in run("plan", *SMALL, "--costs", file)[2]
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,6 @@ def test_rows_come_from_a_file_of_the_user(run, tmp_path, monkeypatch):
     ):
         code, _, err = run("tune", f"{file}:{function}", "--ranks", 2)
         assert code == 2 and message in err
-    for name, message in (("rows.png", "its suffix says no format"), ("no/rows.svg", "no directory")):
+    for name, message in (("rows.png", "expected a name that ends in .svg"), ("no/rows.svg", "no directory")):
         code, _, err = run("tune", f"{file}:arguments", *options, "--out", tmp_path / name)
         assert code == 2 and message in err
