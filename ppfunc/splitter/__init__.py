@@ -1,10 +1,10 @@
 """Split any ``torch.nn`` module into stages by the names of its modules.
 
 One call of the model is traced without values (`trace`): its operators are recorded above autograd and
-autocast (`record`), each with the stage that hooks on the named modules say. The trace is cut (`cut`): values
-that later stages need cross, what is cheap is computed again where it is needed. Each part is written as
-straight-line code (`program`), and kept for every form of the inputs (`source`), which the stage functions
-(`value`) look up.
+autocast (`record`), with the modules in which they are called. The trace is cut where the named modules begin
+(`cut`): values that later stages need cross, and cheap values are computed again where they are needed. Each
+part is written as straight-line code, and kept for every form of the inputs (`source`), which the stage
+functions (`value`) look up.
 
 A stage function traces the **whole** model, inside the trace of that one stage, when it first meets a form of
 the inputs (`Source.codes`): this trace gives the code of all stages, and the others look it up. Each process

@@ -67,7 +67,7 @@ def split(
         args, kwargs: the arguments of one call on one microbatch, tensors may be on ``meta``; or Microbatches
             of such ``args``, one for each form. Of these, the largest decides where a number of stages is
             cut, and values other than tensors are part of the split where all have the same.
-        at: names of modules, each of which begins a stage at its first call; or the number of stages, which
+        at: names of modules, each of which begins a stage at its first operator; or the number of stages, which
             are then balanced by the operations of their layers; or a partition of the layers of the model.
             None for a model that calls ``torch.distributed.pipelining.pipe_split()``: each call begins a
             stage.
