@@ -67,10 +67,10 @@ def split(
         args, kwargs: the arguments of one call on one microbatch, tensors may be on ``meta``; or Microbatches
             of such ``args``, one for each form. Of these, the largest decides where a number of stages is
             cut, and values other than tensors are part of the split where all have the same.
-        at: names of modules, each of which begins a stage at its first operator; or the number of stages, which
-            are then balanced by the operations of their layers; or a partition of the layers of the model.
-            None for a model that calls ``torch.distributed.pipelining.pipe_split()``: each call begins a
-            stage.
+        at: names of modules, each of which begins a stage at its first operator; or the number of stages,
+            which are then balanced by the operations of their layers; or a partition of the layers of the
+            model. None for a model that calls ``torch.distributed.pipelining.pipe_split()``: each call begins
+            a stage.
         constants: names of arguments, tensors of integers or flags by which the model makes shapes or decides
             (``image_grid_thw``, ``cu_seqlens``). Their values belong to the form of the inputs: the model is
             traced for each. A step reads them, best on the CPU. In a whole batch they are cut as other inputs

@@ -287,6 +287,8 @@ def test_a_number_of_stages_is_balanced():
     parts = pp.split(model, torch.zeros(2, 8), at=3)
     assert parts.at == ("5", "7") or parts.at == ("6", "7")
     assert pp.split(model, torch.zeros(2, 8), at=1).at == ()
+    wide = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 512), nn.Linear(512, 8))
+    assert pp.split(wide, torch.zeros(2, 8), at=2).at == ("4",)  # by products: elements alone would say 3
     assert pp.split(model, torch.zeros(2, 8), at=Partition((0, 2, 8))).at == ("2",)
     assert pp.split(made(m.Plain), m.rows(), at=3).at == ("b", "c")  # no containers: any module
 
