@@ -45,7 +45,7 @@ from .replay import (
 )
 
 # Of the work of the rank that has most, between the starts of two microbatches.
-_DISTANCES = (1, 1.1, 1.3, 1.65, 2.5)
+_DISTANCES = (1, 1.1, 1.2, 1.45, 2, 3.5)
 
 
 def builder_orders(p: Problem, costs: Costs, cap: Cap) -> Iterator[tuple[str, Order]]:
