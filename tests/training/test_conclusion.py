@@ -19,16 +19,18 @@ STEP = torch.tensor(7)
 )
 def test_an_update_is_scaled_clipped_and_left_out(loss, sums, most, scale, skips):
     of = torch.tensor([loss, *sums], dtype=torch.float64)
-    after = conclude(of, STEP, None if scale is None else torch.tensor(scale), Clip(most, 2.0), skips)
+    after, found_inf, step, of_gradients = conclude(
+        of, STEP, None if scale is None else torch.tensor(scale), Clip(most, 2.0), skips
+    )
     # Of torch, whose roots are not rounded as those of ``math`` on every machine.
     norm = torch.tensor(sum(sums), dtype=torch.float64).sqrt().item() / (scale or 1.0)
     bad = not (isfinite(loss) and isfinite(norm))
     assert torch.equal(after.loss, of[0]) or bad
-    assert (after.norm.item(), after.scale.item()) == (norm, scale or 1.0)
-    assert (after.found_inf.item(), after.skipped.item()) == (bad, bad and skips)
-    assert after.step.item() == 8 - (bad and skips) and after.step.dtype == torch.int64
+    assert (after.grad_norm.item(), after.scale.item()) == (norm, scale or 1.0)
+    assert (found_inf.item(), after.skipped.item()) == (bad, bad and skips)
+    assert step.item() == 8 - (bad and skips) and step.dtype == torch.int64
     factor = min(1.0, most / (norm + 1e-6)) / (scale or 1.0)
-    assert after.factor is None if (most, scale) == (inf, None) else bad or after.factor.item() == factor
+    assert of_gradients is None if (most, scale) == (inf, None) else bad or of_gradients.item() == factor
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, inf])

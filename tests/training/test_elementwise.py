@@ -20,7 +20,20 @@ def signs(elementwise):
     return pp.optim.Optimizer(lambda params: (), update, text="signs", elementwise=elementwise)
 
 
+def of_some_names(grads, state, params):
+    """Descend with momentum where a name has one letter."""
+    kept = {name: 0.9 * m + grads[name] for name, m in state["momentum"].items()}
+    new = {name: p - 0.1 * kept.get(name, grads[name]) for name, p in params.items() if name != "n"}
+    return {**params, **new}, {"momentum": kept}
+
+
+OF_SOME_NAMES = pp.optim.Optimizer(
+    lambda params: {"momentum": {n: torch.zeros_like(params[n]) for n in ("w", "b")}},
+    of_some_names,
+    elementwise=True,
+)
 MAKE = {
+    "of some names": lambda: OF_SOME_NAMES,
     "adamw": lambda: pp.optim.adamw(0.1),
     "groups": lambda: pp.optim.by_name({"b": pp.optim.sgd(0.1, 0.9), "*": pp.optim.adamw(0.1)}),
     "signs": lambda: signs(True),

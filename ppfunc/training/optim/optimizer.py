@@ -78,13 +78,6 @@ class Optimizer(NamedTuple):
         )
 
 
-def prepared(optimizer: Optimizer, state: Tree, params: Tree) -> UpdateLeaves | None:
-    """Make the function that updates the leaves of trees of these forms, if the optimizer has any."""
-    if optimizer.on_leaves is None or optimizer.on_leaves[0] is not optimizer.update:
-        return None
-    return optimizer.on_leaves[1](state, params)
-
-
 def require_pair(name: str, pair: Any) -> None:
     """Raise TypeError for an object without the functions ``init`` and ``update``."""
     if not callable(getattr(pair, "init", None)) or not callable(getattr(pair, "update", None)):
@@ -311,11 +304,7 @@ def ema(optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
     )
 
 
-Choose = Callable[[str, ParameterKind], str]
-"""From the name of a parameter in its stage, and an object with its ``ndim`` and ``dtype``, to a group."""
-
-
-def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Optimizer:
+def by_name(groups: Mapping[str, Optimizer]) -> Optimizer:
     """Make an optimizer of several: each updates the parameters of a group.
 
     A parameter is named in its stage by the keys on the way to it, joined by dots: ``h.3.attn.weight``. Its
@@ -325,7 +314,6 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
     Args:
         groups: optimizers by patterns of names, as of a shell, alternatives divided by ``|``. The first
             that matches counts.
-        choose: chooses one of the keys of ``groups`` instead, which then are no patterns.
 
     Raises:
         TypeError, ValueError: not optimizers; one that clips: write ``chain(clip, by_name(...))``; a pattern
@@ -348,28 +336,18 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
     how = "by the norm of its own gradients; expected chain(clip, by_name(...)), which clips by that of all"
     optimizers = {key: unclipped(f"groups[{key!r}]", each, how) for key, each in groups.items()}
     keys = list(groups)
-    if choose is not None and not callable(choose):
-        raise TypeError(f"choose: got {shown(choose)}, expected a function (name, parameter) -> key")
-    if choose is None:
-        require_reachable("groups", keys)
+    require_reachable("groups", keys)
 
     def group_of(name: str, parameter: ParameterKind) -> int:
-        if choose is None:
-            if (key := first_match(name, keys)) is None:
-                raise ValueError(
-                    f'the parameter {name!r} matches none of {", ".join(map(repr, keys))}; add a group "*"'
-                )
-        elif (key := choose(name, parameter)) not in groups:
+        if (key := first_match(name, keys)) is None:
             raise ValueError(
-                f"choose({name!r}, ...): got {shown(key)}, expected one of {', '.join(map(repr, keys))}"
+                f'the parameter {name!r} matches none of {", ".join(map(repr, keys))}; add a group "*"'
             )
         return keys.index(key)
 
-    chosen = "" if choose is None else f" of {getattr(choose, '__qualname__', type(choose).__name__)}"
-
     def write() -> str:
         texts = ", ".join(f"{key!r}: {text_of(optimizer)}" for key, optimizer in groups.items())
-        return f"by_name({texts}{chosen})"
+        return f"by_name({texts})"
 
     made = divided(group_of, optimizers, write)
 
@@ -377,7 +355,7 @@ def by_name(groups: Mapping[str, Optimizer], choose: Choose | None = None) -> Op
         used, (leaves, treedef) = dict[str, bool](), tree_flatten(params)
         pairs = zip(names_in(treedef), leaves, strict=True)
         names = (name for name, leaf in pairs if differentiable(leaf.dtype))
-        note_patterns(used, "by_name", () if choose is not None else keys, names)
+        note_patterns(used, "by_name", keys, names)
         return used | made.patterns(params)
 
     return made._replace(patterns=patterns)
@@ -401,10 +379,21 @@ def divided(
         return [group_of(n, ParameterKind(*kind)) if differentiable(kind[1]) else 0 for n, kind in pairs]
 
     def divisions(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int], PyTreeSpec]:
-        """Divide trees like the parameters; also return the group of every leaf, and their structure."""
+        """Divide trees like the parameters, with None for the leaves of other groups.
+
+        Also return the group of every leaf, and the structure.
+        """
         leaves, treedef = tree_flatten(params)
         numbers = numbers_of(treedef, tuple([(p.ndim, p.dtype) for p in leaves]))
-        return [_groups(tree, treedef, numbers, len(every)) for tree in (params, *trees)], numbers, treedef
+        columns = [treedef.flatten_up_to(tree) for tree in (params, *trees)]
+        parts = [
+            [
+                treedef.unflatten(x if n == number else None for x, n in zip(column, numbers, strict=True))
+                for number in range(len(every))
+            ]
+            for column in columns
+        ]
+        return parts, numbers, treedef
 
     def init(params: Tree) -> dict[str, Tree]:
         (divided_params,), *_ = divisions(params)
@@ -437,12 +426,3 @@ def divided(
 
     elementwise = all(o.elementwise for o in every)
     return Optimizer(init, update, text=write, elementwise=elementwise, rate=rate, patterns=patterns)
-
-
-def _groups(tree: Tree, treedef: PyTreeSpec, numbers: Sequence[int], groups: int) -> list[Tree]:
-    """Divide a tree by the group of every leaf. Leaves of other groups become None."""
-    leaves = treedef.flatten_up_to(tree)
-    return [
-        treedef.unflatten(x if n == number else None for x, n in zip(leaves, numbers, strict=True))
-        for number in range(groups)
-    ]

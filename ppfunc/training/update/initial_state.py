@@ -104,7 +104,7 @@ def _cut(
         name: the name of the parameters, for errors.
     """
     leaves, treedef = flatten(params, name)
-    cuts = ranks.cuts(leaves)
+    cuts = [ranks.cut(leaf) for leaf in leaves]
     own = [  # which are of an earlier state
         ranks.shards_params and layout_of(leaf) == cut.kept for leaf, cut in zip(leaves, cuts, strict=True)
     ]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial, reduce
 from math import inf, isinf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from ppfunc.stage.tree import filled, tree_leaves, tree_map
 
 from ..optim._torch import looked_through, multiply_into_each
 from ..optim.norms import Clip, clip_coefficient, leaf_norms, norm_of, norm_sum, powers
-from ..optim.optimizer import Optimizer, selected, text_of
+from ..optim.optimizer import selected, text_of
 from .buckets import Reducer, gather
 from .precision import overflow
 from .ranks import TrainingRanks
@@ -37,26 +37,6 @@ from .state import (
     start_facts,
 )
 from .update_rule import UpdateRule
-
-
-class Conclusion(NamedTuple):
-    """Hold the conclusions from the sums over all ranks.
-
-    Args:
-        loss, norm, scale: see :class:`Metrics`.
-        found_inf, skipped: flags, 1 where loss or gradients are not finite, and where the update is left out
-            for it, float32[].
-        step: the number of updates with this one.
-        factor: the factor of the gradients, None for 1.
-    """
-
-    loss: torch.Tensor
-    norm: torch.Tensor
-    scale: torch.Tensor
-    found_inf: torch.Tensor
-    skipped: torch.Tensor
-    step: torch.Tensor
-    factor: torch.Tensor | None = None
 
 
 def shares(
@@ -84,13 +64,17 @@ def shares(
 
 def conclude(
     sums: torch.Tensor, step: torch.Tensor, loss_scale: torch.Tensor | None, clip: Clip, skips: bool
-) -> Conclusion:
-    """Conclude from the sum of the shares of all ranks.
+) -> tuple[Metrics, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Conclude from the sum of the shares of all ranks whether the update is made.
 
     Args:
         step: the number of updates so far.
         loss_scale: the scale of the loss; None for 1.
-        skips: an update is left out where a number is not finite.
+        skips: whether an update is left out where a number is not finite.
+
+    Returns:
+        The metrics; a flag, 1 where loss or gradients are not finite, float32[]; the number of updates with
+        this one; the factor of the gradients, None for 1.
     """
     loss = sums[0]
     one = torch.ones((), dtype=loss.dtype, device=loss.device)
@@ -101,7 +85,7 @@ def conclude(
     factor = clip_coefficient(norm, clip.max_norm)
     if loss_scale is not None:
         factor = (1 if factor is None else factor) / scale
-    return Conclusion(loss, norm, scale, found_inf, skipped, step + (skipped <= 0), factor)
+    return Metrics(loss, norm, scale, skipped, {}), found_inf, step + (skipped <= 0), factor
 
 
 def unscaled_norm(sums: torch.Tensor, clip: Clip, scale: torch.Tensor | None) -> torch.Tensor:
@@ -124,51 +108,6 @@ def start_largest(ranks: Collective, norms: torch.Tensor) -> Wait:
         norms.copy_(torch.where(total.isnan(), total, norms))
 
     return wait
-
-
-# -- metrics beside loss and norm
-
-
-def losses_of_all(
-    ranks: TrainingRanks, each: Mapping[int, torch.Tensor], device: torch.device
-) -> torch.Tensor:
-    """Put the losses of this process in their places among the losses of all data ranks: float64[ranks * m].
-
-    Args:
-        each: the losses, by microbatch; their sum over all ranks completes the others.
-    """
-    m = ranks.schedule.microbatches
-    rows = torch.zeros(ranks.data.size * m, dtype=torch.float64, device=device)
-    for n, loss in each.items() if ranks.model.index == 0 else ():
-        rows[ranks.data.index * m + n] = loss
-    return rows
-
-
-def learning_rate(optimizer: Optimizer, initial: TrainState, step: torch.Tensor, like: torch.Tensor) -> Any:
-    """Compute the learning rate of an update, from the state before the call and the updates since.
-
-    Args:
-        step: the number of updates before this one.
-        like: has the dtype and the device of the rates.
-
-    Returns:
-        As ``lr`` of :class:`Metrics`.
-    """
-    if optimizer.rate is None:
-        return None
-    values = optimizer.rate(next(iter(initial.optimizer.values())), step - initial.step)
-    return tree_map(lambda v: v.to(like) if isinstance(v, torch.Tensor) else torch.full_like(like, v), values)
-
-
-def with_norms(
-    metrics: Metrics,
-    stages: torch.Tensor,
-    leaves: Mapping[int, Mapping[str, torch.Tensor]],
-    norm: Callable[[torch.Tensor], torch.Tensor],
-) -> Metrics:
-    """Add the norms by stage and by leaf, which ``norm`` makes of their sums over all ranks."""
-    by_leaf = {stage: {name: norm(s) for name, s in sums.items()} for stage, sums in leaves.items()}
-    return metrics._replace(stage_norms=norm(stages), leaf_norms=by_leaf)
 
 
 class TrainingUpdate(ParameterUpdate):
@@ -380,10 +319,16 @@ class TrainingUpdate(ParameterUpdate):
             waits = [world.all_reduce(sums[:1]), start_largest(world, sums[1:])]
         else:
             waits = [world.all_reduce(sums)]
-        rows = None if each is None else losses_of_all(self._ranks, each, device)
-        waits += [] if rows is None else [world.all_reduce(rows)]
-        leaves, self._leaf_sums = self._leaf_sums, {}
-        self._conclude(waits, sums, buffers.scale, rows, leaves)
+        rows = None
+        if each is not None:  # in their places among the losses of all data ranks, which the sum completes
+            data, m = self._ranks.data, self._ranks.schedule.microbatches
+            rows = torch.zeros(data.size * m, dtype=torch.float64, device=device)
+            for n, loss in each.items() if self._ranks.model.index == 0 else ():
+                rows[data.index * m + n] = loss
+            waits.append(world.all_reduce(rows))
+        for wait in waits:
+            wait()
+        self._conclude(sums, buffers.scale, rows)
         buffers.state.update({stage: wait() for stage, wait in self._new_states.items()})
         self._new_states.clear()
         if self._stage_state and rule.on_nonfinite == "skip":
@@ -520,32 +465,34 @@ class TrainingUpdate(ParameterUpdate):
         return dict(zip(names.values(), sums.unbind(), strict=True))
 
     def _conclude(
-        self,
-        waits: Sequence[Wait],
-        sums: torch.Tensor,
-        loss_scale: torch.Tensor | None,
-        losses: torch.Tensor | None,
-        leaves: Mapping[int, Mapping[str, torch.Tensor]],
+        self, sums: torch.Tensor, loss_scale: torch.Tensor | None, losses: torch.Tensor | None
     ) -> None:
         """Conclude from the sums over all ranks if the update is made, and the factor of the gradients."""
-        for wait in waits:
-            wait()
         rule, state = self._rule, self.state
-        after = conclude(sums, state.step, loss_scale, rule.clip, rule.on_nonfinite == "skip")
-        loss, norm, self._found_inf, self._factor = after.loss, after.norm, after.found_inf, after.factor
-        if rule.on_nonfinite == "raise" and bool(after.found_inf):
-            raise NotFinite(f"the loss is {loss.item():g}, the norm of the gradients {norm.item():g}")
-        rate = learning_rate(rule.optimizer, self._initial, state.step, norm)
-        metrics = Metrics(loss, norm, after.scale, after.skipped, {}, losses=losses, lr=rate)
-        if self._by_leaf:
-            scale = None if loss_scale is None else after.scale
-            metrics = with_norms(
-                metrics, sums[1:], leaves, partial(unscaled_norm, clip=rule.clip, scale=scale)
+        skips = rule.on_nonfinite == "skip"
+        metrics, found_inf, step, factor = conclude(sums, state.step, loss_scale, rule.clip, skips)
+        self._found_inf, self._factor = found_inf, factor
+        norm, optimizer = metrics.grad_norm, rule.optimizer
+        if rule.on_nonfinite == "raise" and bool(found_inf):
+            raise NotFinite(f"the loss is {metrics.loss.item():g}, the norm of the gradients {norm.item():g}")
+        rate = None
+        if optimizer.rate is not None:  # from the state before the call and the updates since
+            of_stage = next(iter(self._initial.optimizer.values()))
+            rate = tree_map(
+                lambda v: v.to(norm) if isinstance(v, torch.Tensor) else torch.full_like(norm, v),
+                optimizer.rate(of_stage, state.step - self._initial.step),
             )
-        self.metrics.append(metrics)
+        if self._by_leaf:
+            scale = None if loss_scale is None else metrics.scale
+            unscaled = partial(unscaled_norm, clip=rule.clip, scale=scale)
+            metrics = metrics._replace(
+                stage_norms=unscaled(sums[1:]), leaf_norms=tree_map(unscaled, self._leaf_sums)
+            )
+            self._leaf_sums = {}
+        self.metrics.append(metrics._replace(losses=losses, lr=rate))
         scaling = rule.precision.scale
-        scales = state.scale if scaling is None else scaling.update(state.scale, after.found_inf)
-        self.state = state._replace(step=after.step, scale=scales)
+        scales = state.scale if scaling is None else scaling.update(state.scale, found_inf)
+        self.state = state._replace(step=step, scale=scales)
 
 
 def _of_every_step(name: str, values: Any, steps: int) -> Sequence[Any]:

@@ -252,11 +252,8 @@ class TrainingRanks(NamedTuple):
         """Tell whether parameters are whole only between UNSHARD and RESHARD."""
         return self.shard == "params" and self.parts.size > 1
 
-    def cuts(self, leaves: Sequence[torch.Tensor]) -> list[Cut]:
-        """Return how parameters are cut, for leaves as ``init`` gets them or as a state has them."""
-        return [self._cut(leaf) for leaf in leaves]
-
-    def _cut(self, leaf: torch.Tensor) -> Cut:
+    def cut(self, leaf: torch.Tensor) -> Cut:
+        """Decide how a parameter is cut, for a leaf as ``init`` gets it or as a state has it."""
         layout, axes = layout_of(leaf), self.axes
         if self.mesh is None or not differentiable(leaf.dtype):
             return Cut(None, None, layout, layout, self.dense, layout is None or not layout.sharded)
@@ -338,9 +335,7 @@ class TrainingRanks(NamedTuple):
         if not self.shards_params:
             return precision.to_compute(params)
         leaves, treedef = flatten(params)
-        return treedef.unflatten(
-            self._bare(leaf, cut, precision) for leaf, cut in zip(leaves, self.cuts(leaves), strict=True)
-        )
+        return treedef.unflatten(self._bare(leaf, self.cut(leaf), precision) for leaf in leaves)
 
     def _bare(self, leaf: torch.Tensor, cut: Cut, precision: Precision) -> torch.Tensor:
         """Make a tensor of the form of a whole parameter, without memory if this rank holds a shard."""

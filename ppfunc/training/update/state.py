@@ -148,7 +148,7 @@ class StageTrees(NamedTuple):
         if not ranks.shards_params:
             ranks.require_whole(leaves, f"state.params[{stage}]")
         signature = Signature.of(state.params[stage], f"state.params[{stage}]")
-        cuts = ranks.cuts(leaves)
+        cuts = [ranks.cut(leaf) for leaf in leaves]
         fixed, again = rule.frozen.numbers(stage, signature), _further_places(ranks, stage, signature)
         trained = tuple(n for n in range(len(leaves)) if n not in fixed)
         bare = treedef.unflatten(None if n in fixed else leaf for n, leaf in enumerate(leaves))
@@ -342,9 +342,18 @@ def start_facts(
     common = f"state of step {int(state.step)}{f' with the scale {scale}' if scale else ''}"
     if ranks.data.size == 1:
         return common, {}
-    facts = _checksums(
-        ranks, ((f"{name} of stage {s}", tree) for s in ranks.stages for name, tree in _trees(rule, state, s))
-    )
+    trees = list[tuple[str, object]]()
+    for s, params in sorted(state.params.items()):
+        trees += [
+            (f"parameters of stage {s}", params),
+            (f"optimizer state of stage {s}", state.optimizer[s]),
+            (f"state of stage {s}", state.stage_state.get(s, {})),
+            (
+                f"ones updated by the optimizer of stage {s}",
+                updated_ones(rule.optimizer, rule.frozen.trained(s, params)),
+            ),
+        ]
+    facts = _checksums(ranks, trees)
     for axes, terms in _CUT_FROM.get(state.step, {}).items():
         facts[axes] += terms
     for s in ranks.stages:
@@ -374,19 +383,6 @@ def alike_in_places(
     yield "is updated by the optimizer in another way", changed
 
 
-def _trees(rule: UpdateRule, state: TrainState, stage: int) -> list[tuple[str, object]]:
-    params = state.params[stage]
-    return [
-        ("parameters", params),
-        ("optimizer state", state.optimizer[stage]),
-        ("state", state.stage_state.get(stage, {})),
-        (
-            "ones updated by the optimizer",
-            updated_ones(rule.optimizer, rule.frozen.trained(stage, params)),
-        ),
-    ]
-
-
 def _checksums(ranks: TrainingRanks, trees: Iterable[tuple[str, object]]) -> ByAxes:
     """Write checksums of named trees, by the data axes along which ranks keep the same leaves.
 
@@ -399,15 +395,11 @@ def _checksums(ranks: TrainingRanks, trees: Iterable[tuple[str, object]]) -> ByA
         for leaf in tree_leaves(tree):
             sums.setdefault(ranks.copied_over(leaf), []).append(checksum(local(leaf)))
         for axes in facts.keys() & sums.keys():  # nobody has a copy of what is cut over all of them
-            facts[axes].append(f"the {name} with the checksum {_digest(sums[axes])}")
+            own = sums[axes]
+            numbers = torch.stack([s.to(own[0].device) for s in own]).tolist() if own else "none"
+            digest = sha256(repr(numbers).encode()).hexdigest()[:16]
+            facts[axes].append(f"the {name} with the checksum {digest}")
     return facts
-
-
-def _digest(sums: Sequence[torch.Tensor]) -> str:
-    if not sums:
-        return "none"
-    numbers = torch.stack([s.to(sums[0].device) for s in sums]).tolist()
-    return sha256(repr(numbers).encode()).hexdigest()[:16]
 
 
 class LastState:

@@ -34,7 +34,6 @@ from ..optim.optimizer import (
     Optimizer,
     Tree,
     UpdateLeaves,
-    prepared,
     require_pair,
     skipping,
     text_of,
@@ -300,7 +299,8 @@ class StageUpdate:
         if not looked_through((grads, state, params)):
             if self._run is None:
                 trees = of_state.treedef.unflatten(state), of_params.treedef.unflatten(params)
-                self._run = prepared(rule.optimizer, *trees) or self._by_trees
+                update, prepare = rule.optimizer.on_leaves or (None, lambda *trees: self._by_trees)
+                self._run = prepare(*trees) if update is rule.optimizer.update else self._by_trees
             run = self._run
         with matrices_by(self._on_matrices) if self._axes else nullcontext():
             return run(grads, state, params, found_inf)
