@@ -349,7 +349,11 @@ class Reducer:
         return tuple(view.detach() if dim is None else view.flatten(dim, dim + 1) for view, dim in pairs)
 
     def launch(self) -> None:
-        """Begin to add up over ranks, bucket after bucket; returns at once. All ranks launch in one order."""
+        """Begin to add up over ranks, bucket after bucket; returns at once. All ranks launch in one order.
+
+        Raises:
+            RuntimeError: a reduction is under way already.
+        """
         if self._waits is not None:
             raise RuntimeError("a reduction is under way already: wait for it first")
         if self._sums:
