@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_map
@@ -108,31 +107,6 @@ def test_one_parameter_that_is_frozen_at_one_of_its_places_is_refused():
     assert torch.equal(state.params[0]["weight"], given[0]["weight"]) and torch.equal(
         state.params[1]["weight"], given[0]["weight"]
     )
-
-
-def sharded(rank, size):
-    """Masked updates, sharded and whole."""
-    mesh, found = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp")), []
-    for shard in ("none", "optimizer", "params"):
-        optimizer = pp.optim.adamw(0.1, weight_decay=0.5, mask=MATRICES)
-        stage, own = lambda p, x: torch.tanh(x @ p["w"]) + p["b"], {"w": normal(6, 6), "b": normal(6)}
-        options = {"axes": pp.Axes("pp", "dp"), "shard": shard}
-        with new_trainer([stage], squared, pp.gpipe(1, 2), optimizer, mesh, **options) as trainer:
-            state = trainer.init({0: own})
-            for n in range(3):
-                state, _ = trainer.step(state, normal(4, 6, seed=n), normal(4, 6, seed=rank))
-            found.append(
-                [t.full_tensor() if hasattr(t, "full_tensor") else t for t in state.params[0].values()]
-            )
-    return all(
-        torch.allclose(a, b, rtol=1e-14, atol=1e-15)
-        for other in found[1:]
-        for a, b in zip(found[0], other, strict=True)
-    )
-
-
-def test_masked_updates_of_shards_are_those_of_the_whole(two):
-    assert two(sharded) == [True, True]
 
 
 def test_a_mask_by_size_is_refused():

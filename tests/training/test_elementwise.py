@@ -36,6 +36,9 @@ MAKE = {
     "of some names": lambda: OF_SOME_NAMES,
     "adamw": lambda: pp.optim.adamw(0.1),
     "groups": lambda: pp.optim.by_name({"b": pp.optim.sgd(0.1, 0.9), "*": pp.optim.adamw(0.1)}),
+    "masked": lambda: pp.optim.adamw(
+        0.1, weight_decay=0.5, mask=lambda own: {name: p.ndim > 1 for name, p in own.items()}
+    ),
     "signs": lambda: signs(True),
     "unknown": lambda: signs(False),
     "muon": lambda: pp.optim.muon(0.1, rest=pp.optim.adamw(0.1)),

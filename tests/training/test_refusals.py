@@ -45,18 +45,6 @@ def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **optio
     "options, error, text",
     [
         (
-            {"norm_type": "inf"},
-            TypeError,
-            r"norm_type is 'inf' of type str, expected a number, such as math.inf",
-        ),
-        ({"norm_type": True}, TypeError, "norm_type is True"),
-        ({"norm_type": -1}, ValueError, "norm_type is -1, expected a number of more than 0"),
-        ({"norm_type": math.nan}, ValueError, "norm_type is nan"),
-        ({"clip": -1.0}, ValueError, "max_norm is -1.0, expected a norm, at least 0"),
-        ({"clip": math.nan}, ValueError, "max_norm is nan"),
-        ({"clip": "1"}, TypeError, "max_norm is '1' of type str, expected a number"),
-        ({"clip": True}, TypeError, "max_norm is True"),
-        (
             {"on_nonfinite": "rise"},
             ValueError,
             "on_nonfinite: got 'rise', expected 'skip' or 'raise' or 'ignore'; did you mean 'raise'",
@@ -118,11 +106,6 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
     [
         (lambda: pp.optim.adamw(-1), ValueError, "lr is -1, expected a finite number of at least 0"),
         (lambda: pp.optim.adamw(math.nan), ValueError, "lr is nan"),
-        (
-            lambda: pp.dynamic_scale(init=-1),
-            ValueError,
-            "init is -1, expected a finite number of more than 0",
-        ),
         (lambda: pp.optim.adamw(lambda n: "0.1"), TypeError, r"lr\(0\): got '0.1' of type str"),
         (lambda: pp.optim.adamw(lambda n: torch.ones(2)), TypeError, r"lr\(0\): got .*, or a tensor of one"),
         (lambda: pp.optim.adamw(math.inf), ValueError, "lr is inf"),
@@ -153,11 +136,12 @@ def test_a_wrong_shard_of_a_transport_is_named(options, text):
             "steps = 2.5, expected an integer of at least 1",
         ),
         (lambda: pp.optim.warmup_cosine(-0.1, 2, 4), ValueError, "peak is -0.1"),
-        (lambda: pp.optim.adamw(0.1, 0.9), TypeError, "betas is 0.9, expected two numbers"),
         (lambda: pp.static_scale("2"), TypeError, "scale is '2'"),
-        (lambda: pp.dynamic_scale(interval=0), ValueError, "interval = 0, expected an integer of at least 1"),
         (lambda: pp.optim.clip_by_global_norm(math.nan), ValueError, "max_norm is nan"),
-        (lambda: pp.optim.clip_by_global_norm(1.0, "inf"), TypeError, "norm_type is 'inf'"),
+        (lambda: pp.optim.clip_by_global_norm(-1.0), ValueError, "max_norm is -1.0, expected a norm"),
+        (lambda: pp.optim.clip_by_global_norm(True), TypeError, "max_norm is True"),
+        (lambda: pp.optim.clip_by_global_norm(1.0, "inf"), TypeError, "norm_type is 'inf'.*such as math.inf"),
+        (lambda: pp.optim.clip_by_global_norm(1.0, math.nan), ValueError, "norm_type is nan"),
         (
             lambda: pp.optim.clip_by_global_norm(1.0, 0),
             ValueError,
@@ -238,17 +222,6 @@ def test_states_of_others_are_named():
             trainer.step(given, x, y)
     after, _ = trainer.step(state, x, y)
     assert after.step == 1
-
-
-def test_a_number_in_a_state_is_named_after_an_update_in_place():
-    """What memory an update had written into was asked of the number first: an AttributeError."""
-    _, params, x, y = problem()
-    trainer, donor = trainer_of(), trainer_of(pp.optim.adamw(1e-2, donate=True))
-    state = trainer.init(params)
-    donor.step(donor.init(params), x, y)
-    wrong = state._replace(optimizer={0: {**state.optimizer[0], "updates": 1}, 1: state.optimizer[1]})
-    with pytest.raises(TypeError, match=r"state.optimizer\[0\]\['updates'\]: got 1 of type int, expected"):
-        trainer.step(wrong, x, y)
 
 
 @pytest.mark.parametrize("place", ["init", "update"])
