@@ -40,10 +40,6 @@ def test_patterns_that_have_names_of_their_own_are_taken(earlier, later):
     require_reachable("what", [earlier, later])
 
 
-def test_keys_of_a_function_are_no_patterns():
-    pp.optim.by_name({"*": pp.optim.sgd(0.1), "a": pp.optim.sgd(0.1)}, lambda name, parameter: "a")
-
-
 NAMES = ["".join(letters) for size in range(5) for letters in product("ab.", repeat=size)]
 one = st.lists(st.sampled_from(["a", "b", ".", "*", "?", "[ab]", "[!a]"]), min_size=1, max_size=4).map(
     "".join

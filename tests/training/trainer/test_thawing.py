@@ -21,10 +21,7 @@ OPTIMIZERS = {
     "momentum": lambda: pp.optim.sgd(0.1, 0.9),
     "muon": lambda: pp.optim.muon(0.1, rest=pp.optim.adamw(0.1)),
     "average": lambda: pp.optim.ema(pp.optim.adamw(0.1), 0.8),
-    "groups": lambda: pp.optim.by_name(
-        {"b": pp.optim.sgd(0.1, 0.9), "others": pp.optim.adamw(0.1)},
-        lambda name, _: {"b": "b"}.get(name, "others"),
-    ),
+    "groups": lambda: pp.optim.by_name({"b": pp.optim.sgd(0.1, 0.9), "*": pp.optim.adamw(0.1)}),
 }
 
 
