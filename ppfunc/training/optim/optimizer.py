@@ -379,7 +379,7 @@ def divided(
         return [group_of(n, ParameterKind(*kind)) if differentiable(kind[1]) else 0 for n, kind in pairs]
 
     def divisions(params: Tree, *trees: Tree) -> tuple[list[list[Tree]], list[int], PyTreeSpec]:
-        """Divide trees like the parameters, with None for the leaves of other groups.
+        """Divide trees like the parameters; a division leaves out the leaves of other groups.
 
         Also return the group of every leaf, and the structure.
         """

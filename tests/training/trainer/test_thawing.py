@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_paths, tree_structure
+from ppfunc.training.optim.optimizer import divided
 from tests.models import new_trainer, normal, squared
 
 WIDTH, STEPS = 4, 2
@@ -21,7 +22,11 @@ OPTIMIZERS = {
     "momentum": lambda: pp.optim.sgd(0.1, 0.9),
     "muon": lambda: pp.optim.muon(0.1, rest=pp.optim.adamw(0.1)),
     "average": lambda: pp.optim.ema(pp.optim.adamw(0.1), 0.8),
-    "groups": lambda: pp.optim.by_name({"b": pp.optim.sgd(0.1, 0.9), "*": pp.optim.adamw(0.1)}),
+    "groups": lambda: divided(  # by patterns, a group that is frozen whole would be refused
+        lambda name, parameter: int(name != "b"),
+        {"b": pp.optim.sgd(0.1, 0.9), "others": pp.optim.adamw(0.1)},
+        lambda: "groups",
+    ),
 }
 
 
