@@ -397,7 +397,8 @@ def _lower_stage(
         model_stage, call, form.params[model_stage], outline, received, tuple(map(Edge, sinks, sent)),
         loss if loss.leaves else None, outputs, metrics, aux, state,
     )  # fmt: skip
-    if spec.frozen is not None and spec.updates and outline.undeclared:
+    updates = spec.updates and not schedule.forward_only  # an evaluation changes no weights
+    if spec.frozen is not None and updates and outline.undeclared:
         names = ", ".join(map(repr, outline.undeclared[:5]))
         raise ValueError(
             f"stages[{model_stage}]: it calls the function of a module that has frozen {names}, which the"
