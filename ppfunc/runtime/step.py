@@ -18,16 +18,14 @@ With this module comes everything that traces and runs: it is imported when a st
 from __future__ import annotations
 
 import inspect
-import json
 import reprlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
-from urllib.parse import quote
 
 import torch
 
@@ -396,7 +394,7 @@ class Guards(NamedTuple):
     states: tuple[tuple[Watch, State], ...]
     ambient: tuple[Hashable, ...]
     mode: Mode
-    changed: str
+    changed: Mapping[str, str]
 
     @classmethod
     def now(cls, lowered: LoweredStep, programs: StagePrograms) -> Self:
@@ -407,8 +405,7 @@ class Guards(NamedTuple):
         modes = {module.training for module in modules}
         mode: Mode = "mixed" if len(modes) != 1 else "training" if modes.pop() else "evaluation"
         read = (programs.changes(low.call) for low in lowered.stages.values())
-        changed = dict(chain.from_iterable(read))
-        return cls(tuple(states.items()), ambient(), mode, quote(json.dumps(changed)) if changed else "")
+        return cls(tuple(states.items()), ambient(), mode, dict(chain.from_iterable(read)))
 
     def hold(self) -> bool:
         """Tell whether all is as noted."""

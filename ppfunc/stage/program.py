@@ -158,18 +158,18 @@ class Received(NamedTuple):
     skips: dict[int, Any]
 
 
-class SeenCall(NamedTuple):
-    """Describe a call of an operator, equal for equal programs of several ranks.
+class SeenProgram(NamedTuple):
+    """Describe the calls of a stage, equal for equal programs of several ranks.
 
     Args:
-        text: the operator, and its arguments by the calls that have made them.
-        place: the user's line, such as ``", called at file:line"``.
+        takes: the arguments of the stage, as text.
+        digest: digest of the operators, their arguments by the calls that have made them, and the results.
         constants: the tensors among the arguments that are neither given to the stage nor made by it.
     """
 
-    text: str
-    place: str = ""
-    constants: tuple[torch.Tensor, ...] = ()
+    takes: str
+    digest: str
+    constants: tuple[torch.Tensor, ...]
 
 
 class Outline(NamedTuple):
@@ -187,7 +187,7 @@ class Outline(NamedTuple):
         lasts: whether it may be kept. False if the stage raised without values and ran on zeros: it may not
             raise again.
         undeclared: parameters that a module has frozen, and of which the step asks for gradients.
-        calls: the calls of the stage, if they were noted: first its arguments, last its results.
+        program: the calls of the stage, if they were noted.
     """
 
     y: Signature
@@ -198,7 +198,7 @@ class Outline(NamedTuple):
     known: bool = True
     lasts: bool = True
     undeclared: tuple[str, ...] = ()
-    calls: tuple[SeenCall, ...] = ()
+    program: SeenProgram | None = None
 
     @property
     def random(self) -> bool | None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from ppfunc._checks import require_one_of
-from ppfunc.runtime.control.failures import Verdict
+from ppfunc.runtime.control.tree import Verdict
 from ppfunc.runtime.values.errors import LinkError
 from ppfunc.stage.process import receive
 from tests.network.scheduler import Scheduler

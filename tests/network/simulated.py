@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from ppfunc.runtime.control.control import Control
-from ppfunc.runtime.control.failures import Verdict
-from ppfunc.runtime.control.tree import RankTree
+from ppfunc.runtime.control.tree import RankTree, Verdict
 from ppfunc.runtime.ports.protocols import Among, Collective, Route
 from ppfunc.runtime.values.errors import LinkError
 from ppfunc.stage.process import act_on_interrupts

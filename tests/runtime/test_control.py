@@ -1,6 +1,4 @@
-"""Ranks agree along a tree: over links in memory, over sockets between threads, and over sockets between
-processes.
-"""
+"""Ranks agree along a tree: over sockets between threads, and between processes."""
 
 from __future__ import annotations
 
@@ -9,7 +7,6 @@ import os
 import signal
 import threading
 import time
-from collections import defaultdict, deque
 from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import pytest
@@ -18,87 +15,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ppfunc.runtime.control.control import Control
-from ppfunc.runtime.control.failures import Answer
-from ppfunc.runtime.control.socket_links import SocketLinks
+from ppfunc.runtime.control.links import SocketLinks
+from ppfunc.runtime.control.tree import Answer
 from ppfunc.runtime.ports import _torch
 from ppfunc.runtime.ports.protocols import Axes, LossPart, Route, Transfer
 from ppfunc.runtime.transport.inprocess import InProcess
 from ppfunc.runtime.transport.p2p import P2P
 from ppfunc.runtime.values.buffers import Buffers, Tag
-from ppfunc.runtime.values.errors import AgreementError, Failure, LinkError, PipelineError, StepRunning
+from ppfunc.runtime.values.errors import AgreementError, Failure, PipelineError, StepRunning
 from ppfunc.schedule.instruction import parse_instruction
 from ppfunc.stage import LeafSignature
 from tests.clock import busy
 
 SOON = 2.0  # seconds; the timeouts of the transports below are far longer
-
-
-# -- links in memory ---------------------------------------------------------------------------
-
-
-class Memory:
-    """What the links of all ranks share."""
-
-    def __init__(self, size):
-        self.size = size
-        self.boxes = defaultdict(deque)
-        self.changed = threading.Condition()
-        self.failures, self.committed = {}, 0
-
-
-class MemoryLinks:
-    def __init__(self, memory, rank):
-        self.memory, self.rank, self.size, self.generation, self.voted = memory, rank, memory.size, 0, None
-
-    def send(self, peer, channel, data):
-        with self.memory.changed:
-            self.memory.boxes[self.rank, peer, channel].append((self.generation, data))
-            self.memory.changed.notify_all()
-
-    def recv(self, peer, channel):
-        box = self.memory.boxes[peer, self.rank, channel]
-        with self.memory.changed:
-            while True:
-                while box and box[0][0] <= self.generation:
-                    generation, data = box.popleft()
-                    if generation == self.generation:
-                        return data
-                self._check(peer)
-                if not self.memory.changed.wait(5):
-                    raise LinkError(peer, "late", f"rank {self.rank} waited for rank {peer}")
-
-    def _check(self, peer):
-        failed = self.memory.failures.get(self.generation)
-        if failed and (self.voted is None or failed[0] <= self.voted):
-            raise LinkError(peer, "failed", "a rank has failed")
-
-    def check(self):
-        self._check(0)
-
-    def vote(self, step):
-        with self.memory.changed:
-            self._check(0)
-            self.voted = step
-
-    def commit(self, step):
-        with self.memory.changed:
-            if self.rank == 0:
-                self._check(0)
-                self.memory.committed = step + 1
-            self.voted = None
-
-    def publish(self, failure):
-        with self.memory.changed:
-            first = self.memory.failures.setdefault(self.generation, (self.memory.committed, failure))
-            self.memory.changed.notify_all()
-            self.generation, self.voted = self.generation + 1, None
-            return first[1]
-
-    def suspect(self, peer):
-        return peer, ""
-
-    def close(self):
-        pass
 
 
 class Keys:
@@ -128,21 +57,16 @@ class Keys:
         pass
 
 
-def in_memory(size):
-    memory = Memory(size)
-    return lambda rank: MemoryLinks(memory, rank)
-
-
 def over_sockets(size):
     keys = {}
     return lambda rank: SocketLinks(Keys(keys, rank, size))
 
 
-def in_threads(kind, size, work):
+def in_threads(size, work):
     """What ``work(rank, control)`` returns or raises on each rank; a failure is told, and what is to be
     raised is returned.
     """
-    make, answers = kind(size), {}
+    make, answers = over_sockets(size), {}
 
     def run(rank):
         control = Control(make(rank))
@@ -163,17 +87,13 @@ def in_threads(kind, size, work):
     return [answers[rank] for rank in range(size)]
 
 
-KINDS = pytest.mark.parametrize("kind", [in_memory, over_sockets])
-
-
 def leaf(*shape, dtype=torch.float32):
     return LeafSignature(shape, dtype, False)
 
 
-@KINDS
 @pytest.mark.parametrize("stages", [(2, 0, 1), (1,)], ids=["three stages", "one stage"])
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_a_step_begins_with_the_key_and_ends_with_the_loss_of_any_rank(kind, size, stages):
+def test_a_step_begins_with_the_key_and_ends_with_the_loss_of_any_rank(size, stages):
     generator = torch.Generator().manual_seed(0)
     values = {stage: torch.randn(50, 3, generator=generator) for stage in stages}
     parts = {stage: LossPart((stage * 5 + 1) % size, leaf(50, 3)) for stage in stages}
@@ -191,13 +111,12 @@ def test_a_step_begins_with_the_key_and_ends_with_the_loss_of_any_rank(kind, siz
         assert control.end({}, {}) is None
         return told, totals
 
-    for told, totals in in_threads(kind, size, work):
+    for told, totals in in_threads(size, work):
         assert told == [f"key {source}" for source in range(size)]
         assert all(torch.equal(total, want) for total in totals)
 
 
-@KINDS
-def test_texts_go_between_any_two_ranks_and_to_all(kind):
+def test_texts_go_between_any_two_ranks_and_to_all():
     size, long = 7, "é\udcff; \n" * 300_000
 
     def work(rank, control):
@@ -211,7 +130,7 @@ def test_texts_go_between_any_two_ranks_and_to_all(kind):
         }
         return gathered, heard, control.all_gather("again")
 
-    for rank, (gathered, heard, again) in enumerate(in_threads(kind, size, work)):
+    for rank, (gathered, heard, again) in enumerate(in_threads(size, work)):
         assert gathered == [f"{peer} {long if peer == 5 else ''}" for peer in range(size)]
         assert again == ["again"] * size
         for peer, (short, other) in heard.items():
@@ -219,7 +138,6 @@ def test_texts_go_between_any_two_ranks_and_to_all(kind):
             assert other == (long if (peer, rank) == (1, 6) else "")
 
 
-@KINDS
 @pytest.mark.parametrize("who", [0, 3, 6])
 @pytest.mark.parametrize(
     ("term", "here", "there"),
@@ -229,14 +147,14 @@ def test_texts_go_between_any_two_ranks_and_to_all(kind):
         ("source", "shapes from rank 5", "shapes from rank 0"),
     ],
 )
-def test_a_disagreement_is_named_on_every_rank_by_the_terms_that_differ(kind, who, term, here, there):
+def test_a_disagreement_is_named_on_every_rank_by_the_terms_that_differ(who, term, here, there):
     def work(rank, control):
         own = rank == who
         call = f"step function 1 (f); seed {4 if own and term == 'seed' else 3}; weights 1"
         key = "float32[2]" if own and term == "key" else "float32[3]"
         return control.begin(call, key, 5 if own and term == "source" else 0) and control.end({}, {})
 
-    errors = in_threads(kind, 7, work)
+    errors = in_threads(7, work)
     for error in errors:
         assert isinstance(error, AgreementError)
         assert here in str(error) and there in str(error)
@@ -246,19 +164,17 @@ def test_a_disagreement_is_named_on_every_rank_by_the_terms_that_differ(kind, wh
     assert len({str(error).partition(" [found by")[0] for error in errors}) == 1
 
 
-@KINDS
-def test_other_calls_on_the_same_tree_are_told(kind):
+def test_other_calls_on_the_same_tree_are_told():
     def work(rank, control):
         return control.all_gather("x") if rank == 2 else control.begin("f", "k", 0) and control.end({}, {})
 
-    for error in in_threads(kind, 5, work):
+    for error in in_threads(5, work):
         assert isinstance(error, AgreementError)
         assert "what comes next" in str(error)
 
 
-@KINDS
 @pytest.mark.parametrize("who", [0, 1, 5])
-def test_a_failure_is_told_to_every_rank_and_the_next_step_works(kind, who):
+def test_a_failure_is_told_to_every_rank_and_the_next_step_works(who):
     def work(rank, control):
         failures = []
         for armed in (False, True, False):
@@ -272,7 +188,7 @@ def test_a_failure_is_told_to_every_rank_and_the_next_step_works(kind, who):
                 failures.append(control.fail(Failure(rank, None, None, error)))
         return failures, control.generation, control.ended
 
-    for rank, (failures, generation, ended) in enumerate(in_threads(kind, 7, work)):
+    for rank, (failures, generation, ended) in enumerate(in_threads(7, work)):
         (error,) = failures
         assert isinstance(error, ArithmeticError if rank == who else PipelineError)
         assert rank == who or error.rank == who
@@ -286,8 +202,7 @@ class WithoutDevice(Control):
         raise ArithmeticError("the device is gone")
 
 
-@KINDS
-def test_a_rank_that_cannot_take_the_loss_has_told_those_below_that_the_step_has_ended(kind):
+def test_a_rank_that_cannot_take_the_loss_has_told_those_below_that_the_step_has_ended():
     """They have left it to rank 0 whether the step fails, and waited for the rank between that had failed."""
     parts = {0: LossPart(0, leaf(2))}
 
@@ -296,9 +211,25 @@ def test_a_rank_that_cannot_take_the_loss_has_told_those_below_that_the_step_has
         control.begin("f", "k", 0)
         return control.end({0: torch.ones(2)} if rank == 0 else {}, parts)
 
-    answers = in_threads(kind, 7, work)
+    answers = in_threads(7, work)
     assert isinstance(answers.pop(1), ArithmeticError)
     assert all(isinstance(total, torch.Tensor) and total == 2 for total in answers), answers
+
+
+@pytest.mark.parametrize("what", ["modes", "changes"])
+def test_ranks_that_end_a_step_unlike_are_told_and_have_not_ended_it(what):
+    def work(rank, control):
+        mode = "mixed" if rank % 2 else "evaluation" if rank == 4 else "training"
+        changed = {f"stage {rank // 2}": "p = 0.5" if rank == 4 else ""} if rank > 3 else {}
+        control.begin("f", "k", 0)
+        return control.end({}, {}, **({"mode": mode} if what == "modes" else {"changed": changed}))
+
+    told = {
+        "modes": "training on rank 0, evaluation on rank 4",
+        "changes": "values that stage 2 reads beside its arguments: rank 4 has changed p = 0.5, rank 5 none",
+    }
+    for error in in_threads(7, work):
+        assert isinstance(error, AgreementError) and told[what] in str(error)
 
 
 def test_ranks_that_have_not_ended_the_same_steps_are_told():
@@ -306,14 +237,14 @@ def test_ranks_that_have_not_ended_the_same_steps_are_told():
         control.ended = int(rank == 2)
         return control.begin("f", "k", 0) and control.end({}, {})
 
-    for error in in_threads(in_memory, 5, work):
+    for error in in_threads(5, work):
         assert isinstance(error, AgreementError)
         assert "steps ended: 0" in str(error) and "steps ended: 1" in str(error)
         assert "load the same checkpoint" in str(error)
 
 
 def test_a_step_within_a_step_is_refused_and_does_not_disturb_it():
-    control = Control(MemoryLinks(Memory(1), 0))
+    control = Control(over_sockets(1)(0))
     control.begin("f", "k", 0)
     with pytest.raises(StepRunning, match="another step runs") as caught:
         control.begin("f", "k", 0)
@@ -327,7 +258,7 @@ def test_a_step_within_a_step_is_refused_and_does_not_disturb_it():
 
 def test_a_rank_without_the_batch_that_tells_its_shapes_is_refused():
     with pytest.raises(ValueError, match="inputs: got None on rank 0"):
-        Control(MemoryLinks(Memory(1), 0)).begin("f", None, 0)
+        Control(over_sockets(1)(0)).begin("f", None, 0)
 
 
 # -- processes ---------------------------------------------------------------------------------
@@ -636,7 +567,7 @@ def test_a_question_that_a_rank_cannot_answer_leaves_its_connections():
     def raising():
         raise LookupError("no answer")
 
-    assert in_threads(over_sockets, 3, work) == [["again"] * 3] * 3
+    assert in_threads(3, work) == [["again"] * 3] * 3
 
 
 def test_what_is_left_behind_by_failures_does_not_grow(two):

@@ -12,7 +12,6 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from itertools import cycle
 
 import pytest
 import torch
@@ -241,19 +240,6 @@ def test_an_error_inside_a_step_says_where_it_was():
 # -- between processes -------------------------------------------------------------------------
 
 
-def disagree(rank, ranks, kind):
-    m = 8 if kind != "microbatches" or rank == 0 else 16
-    schedule = pp.one_f_one_b(ranks, m) if kind == "schedule" and rank else pp.gpipe(ranks, m)
-    params, inputs, targets = problem(ranks, m)
-    make = pp.evaluate if kind == "call" and rank else pp.value_and_grad
-    options = {"loss_weights": [0.1] * m} if kind == "weights" and rank else {}
-    options |= {"per_microbatch": True} if kind == "apart" and rank else {}
-    options |= {"loss_shape": (2,)} if kind == "loss shape" and rank else {}
-    with pp.P2P(timeout=60) as transport:
-        step = make([dense] * ranks, squared, schedule, transport, **options)
-        return caught(step, {rank: params[rank]}, inputs, targets)
-
-
 MADE = {
     **dict.fromkeys(["microbatches", "schedule"], "every rank must make the same schedule"),
     **dict.fromkeys(["call", "apart", "loss shape"], "every rank must make the same step functions"),
@@ -261,62 +247,27 @@ MADE = {
 }
 
 
-@pytest.mark.parametrize("kind", MADE)
-def test_ranks_whose_step_functions_differ_are_told_so(two, kind, soon):
-    for name, text, seconds in two(disagree, kind):
-        assert name == "AgreementError"
-        assert "disagree" in text and MADE[kind] in text
-        assert seconds < soon
+def disagree(rank, ranks):
+    """Make a step function that differs from that of rank 0, in each way on a transport of its own."""
+    odd = {"weights": {"loss_weights": [0.1] * 8}, "apart": {"per_microbatch": True}}
+    odd["loss shape"] = {"loss_shape": (2,)}
+    told = {}
+    for kind in MADE:
+        m = 8 if kind != "microbatches" or rank == 0 else 16
+        schedule = pp.one_f_one_b(ranks, m) if kind == "schedule" and rank else pp.gpipe(ranks, m)
+        params, inputs, targets = problem(ranks, m)
+        make = pp.evaluate if kind == "call" and rank else pp.value_and_grad
+        with pp.P2P(timeout=60) as transport:
+            step = make([dense] * ranks, squared, schedule, transport, **(odd.get(kind, {}) if rank else {}))
+            told[kind] = caught(step, {rank: params[rank]}, inputs, targets)
+    return told
 
 
-def differ(rank, ranks, kind):
-    """The first and the third call of a step differ on the last rank; the second and the fourth are right."""
-    torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Dropout(0.5))
-    fn, params, _ = pp.stage_from_module(module)
-    _, inputs, targets = problem(ranks, 8)
-    other, held = rank == ranks - 1, {rank: params}
-    usual = {"seed": (7, 1), "loss_weights": [0.125] * 8}
-    with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([fn] * ranks, squared, pp.one_f_one_b(ranks, 8), transport)
-
-        def wrong():
-            match kind if other else "":
-                case "shape":
-                    return step(held, inputs[:16], targets, **usual)
-                case "form":
-                    return step(held, pp.microbatch(inputs, 8), targets, **usual)
-                case "dtype":
-                    return step(held, inputs.double(), targets, **usual)
-                case "weights":
-                    return step(
-                        held, inputs, targets, **(usual | {"loss_weights": [0.125] * 7 + [0.1250001]})
-                    )
-                case "no weights":
-                    return step(held, inputs, targets, seed=(7, 1))
-                case "seed":
-                    return step(held, inputs, targets, **(usual | {"seed": (7, 2)}))
-                case "no seed":
-                    return step(held, inputs, targets, loss_weights=usual["loss_weights"])
-                case "autocast":
-                    with torch.autocast("cpu", torch.bfloat16):
-                        return step(held, inputs, targets, **usual)
-                case "mode":
-                    module.eval()
-                    try:
-                        return step(held, inputs, targets, **usual)
-                    finally:
-                        module.train()
-            return step(held, inputs, targets, **usual)
-
-        failures, losses = [], []
-        for _ in range(2):
-            failures.append(caught(wrong))
-            loss, grads = step(held, inputs, targets, **usual)
-            losses.append((loss, grads[rank]))
-    assert torch.equal(losses[0][0], losses[1][0])
-    assert all(torch.equal(losses[0][1][name], losses[1][1][name]) for name in params)
-    return failures
+def test_ranks_whose_step_functions_differ_are_told_so(two, soon):
+    for told in two(disagree):
+        for kind, (name, text, seconds) in told.items():
+            assert (name, MADE[kind] in text) == ("AgreementError", True), (kind, text)
+            assert "disagree" in text and seconds < soon
 
 
 TOLD = {
@@ -336,14 +287,45 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("kind, ranks", list(zip(TOLD, cycle([2, 4]), strict=False)))
-def test_ranks_whose_calls_differ_are_told_so_at_every_step(request, ranks, kind, soon):
-    for failures in request.getfixturevalue({2: "two", 4: "four"}[ranks])(differ, kind):
-        for name, text, seconds in failures:
-            assert name == "AgreementError", text
-            assert "disagree" in text
-            assert all(words.format(last=ranks - 1) in text for words in TOLD[kind]), text
-            assert seconds < soon
+def differ(rank, ranks, kinds):
+    """Make a call of each kind that differs on the last rank, then a right one, twice."""
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(D, D), torch.nn.Dropout(0.5))
+    fn, params, _ = pp.stage_from_module(module)
+    _, inputs, targets = problem(ranks, 8)
+    held, usual = {rank: params}, {"seed": (7, 1), "loss_weights": [0.125] * 8}
+    given = {"shape": inputs[:16], "form": pp.microbatch(inputs, 8), "dtype": inputs.double()}
+    named = {
+        "weights": usual | {"loss_weights": [0.125] * 7 + [0.1250001]},
+        "no weights": {"seed": (7, 1)},
+        "seed": usual | {"seed": (7, 2)},
+        "no seed": {"loss_weights": [0.125] * 8},
+    }
+    told, losses = {}, []
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad([fn] * ranks, squared, pp.one_f_one_b(ranks, 8), transport)
+        for kind in [*kinds] * 2:
+            odd = kind if rank == ranks - 1 else None
+            module.train(odd != "mode")
+            with torch.autocast("cpu", torch.bfloat16, enabled=odd == "autocast"):
+                failure = caught(step, held, given.get(odd, inputs), targets, **named.get(odd, usual))
+            module.train()
+            told.setdefault(kind, []).append(failure)
+            loss, grads = step(held, inputs, targets, **usual)
+            losses.append([loss, *grads[rank].values()])
+    assert all(map(torch.equal, losses[0], each) for each in losses)
+    return told
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_whose_calls_differ_are_told_so_at_every_step(request, ranks, soon):
+    kinds = list(TOLD)[ranks == 4 :: 2]
+    for told in request.getfixturevalue({2: "two", 4: "four"}[ranks])(differ, kinds):
+        for kind, failures in told.items():
+            for name, text, seconds in failures:
+                assert name == "AgreementError", text
+                assert "disagree" in text and seconds < soon
+                assert all(words.format(last=ranks - 1) in text for words in TOLD[kind]), text
 
 
 def skip(rank, ranks):
@@ -424,9 +406,9 @@ def test_a_schedule_for_another_number_of_ranks_is_refused(two):
         assert name in ("RuntimeError", "PipelineError") and "the transport has 2" in told
 
 
-def fail_once(rank, ranks, kind):
-    """A step that fails on the last rank while the others wait, then the same step again."""
-    armed = threading.Event()
+def fail_once(rank, ranks):
+    """In several ways a step that fails on the last rank while the others wait, then the same step again."""
+    armed, told = threading.Event(), {}
 
     def last(params, x):
         if armed.is_set():
@@ -434,46 +416,32 @@ def fail_once(rank, ranks, kind):
         return dense(params, x)
 
     params, inputs, targets = problem(ranks, 5)
-    stages, schedule = [dense] * (ranks - 1) + [last], pp.one_f_one_b(ranks, 5)
-    here = rank == ranks - 1
+    held, here, stages = {rank: params[rank]}, rank == ranks - 1, [dense] * (ranks - 1) + [last]
+    make = partial(pp.value_and_grad, stages, squared, pp.one_f_one_b(ranks, 5))
     with pp.P2P(timeout=60) as transport, pp.P2P(timeout=60) as unused:
-        step = pp.value_and_grad(stages, squared, schedule, transport, engine=pp.engines.functional)
-        loss, grads = step({rank: params[rank]}, inputs, targets)
-        if here and kind == "stage":
-            armed.set()
-        given = None if here and kind in ("argument", "first call") else targets
+        step, first = (make(each, engine=pp.engines.functional) for each in (transport, unused))
+        loss, grads = step(held, inputs, targets)
         # On a fresh transport nobody has met anybody yet.
-        failing = (
-            pp.value_and_grad(stages, squared, schedule, unused, engine=pp.engines.functional)
-            if kind == "first call"
-            else step
-        )
-        failure = caught(
-            failing,
-            {rank: params[rank]},
-            inputs,
-            given,
-            loss_weights=[1.0] if here and kind == "weights" else None,
-        )
-        armed.clear()
-        again, same = failing({rank: params[rank]}, inputs, targets)
-    assert torch.equal(again, loss)
-    assert torch.equal(same[rank]["w"], grads[rank]["w"])
-    return failure
+        for kind in ("stage", "argument", "weights", "first call"):
+            if here and kind == "stage":
+                armed.set()
+            given = None if here and kind in ("argument", "first call") else targets
+            weights = [1.0] if here and kind == "weights" else None
+            failing = first if kind == "first call" else step
+            told[kind] = caught(failing, held, inputs, given, loss_weights=weights)
+            armed.clear()
+            again, same = failing(held, inputs, targets)
+            assert torch.equal(again, loss) and torch.equal(same[rank]["w"], grads[rank]["w"])
+    return told
 
 
-@pytest.mark.parametrize("kind", ["stage", "argument", "weights", "first call"])
-def test_a_failure_reaches_every_rank_by_name_and_the_retry_gives_the_same_bits(four, kind, soon):
-    answers = four(fail_once, kind)
-    for rank, (name, text, seconds) in enumerate(answers):
-        assert seconds < soon
-        assert "rank 3 failed" in text or (rank == 3 and kind != "stage")
-        if rank < 3:
-            assert name == "PipelineError"
-            assert f"seen by rank {rank}" in text
-        if kind == "stage":
-            assert "3F0" in text
-            assert "ArithmeticError: armed" in text
+def test_a_failure_reaches_every_rank_by_name_and_the_retry_gives_the_same_bits(four, soon):
+    for rank, told in enumerate(four(fail_once)):
+        for kind, (name, text, seconds) in told.items():
+            assert seconds < soon
+            assert "rank 3 failed" in text or (rank == 3 and kind != "stage")
+            assert rank == 3 or (name == "PipelineError" and f"seen by rank {rank}" in text)
+            assert kind != "stage" or ("3F0" in text and "ArithmeticError: armed" in text)
 
 
 LEAVE = {

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 import ppfunc as pp
-from ppfunc.runtime.control.rendezvous import Rendezvous
+from ppfunc.runtime.control.links import Rendezvous
 from ppfunc.runtime.ports import _torch
-from ppfunc.runtime.transport import opening, p2p
+from ppfunc.runtime.transport import p2p, pair_groups
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 from tests.clock import busy
 from tests.models import dense, squared, traced_once
@@ -497,7 +497,7 @@ def as_nccl(gpu=None):
     FakeNCCL.made.clear()
     with (
         patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
-        patch.object(opening, "open_nccl", over_gloo),
+        patch.object(pair_groups, "open_nccl", over_gloo),
         patch.object(
             p2p, "record_sleeping_event", lambda device: SimpleNamespace(synchronize=gpu or (lambda: None))
         ),
@@ -585,7 +585,7 @@ def elsewhere(rank, ranks, name):
     """The process group is one of NCCL, and the stages compute on the CPU."""
     with (
         patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
-        patch.object(opening, "open_nccl", lambda *_: iter(())),
+        patch.object(pair_groups, "open_nccl", lambda *_: iter(())),
         pp.P2P(timeout=20) as transport,
     ):
         schedule = SCHEDULES[name](ranks)
@@ -711,14 +711,14 @@ def interrupted_while_connecting(rank, ranks, mapped):
     name = "open_mapped" if mapped else "receive_address"
     with pp.P2P(timeout=30, mapped=mapped) as transport:
         step = pp.value_and_grad([stage] * ranks, loss_fn, pp.gpipe(ranks, 4), transport)
-        agree = getattr(opening, name)
+        agree = getattr(pair_groups, name)
 
         def interrupting(*args):
             agree(*args)
             time.sleep(0.5)
             raise KeyboardInterrupt
 
-        with patch.object(opening, name, interrupting if rank == 0 else agree):
+        with patch.object(pair_groups, name, interrupting if rank == 0 else agree):
             try:
                 step({rank: params[rank]}, inputs, targets)
             except BaseException as error:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.control import tree
-from ppfunc.runtime.control.rendezvous import Rendezvous
+from ppfunc.runtime.control.links import Rendezvous
 from ppfunc.runtime.values.errors import Failure, FailureRecord, LinkError
 from tests.models import squared
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import cycle
@@ -124,43 +125,37 @@ def test_step_functions_that_are_called_in_another_order_are_not_mixed(two, soon
         assert seconds < soon
 
 
-def refused_first(rank, ranks, fault):
+FAULTS = {"stages": [dense] * 3}, {"argnums": (0, 0)}, {"loss_weights": [1.0]}, {"typo": 1}
+
+
+def refused_first(rank, ranks):
     """One rank cannot make its step function and goes on with another; the others lose a step by it, so none
-    may run any more.
+    may run any more. For each fault.
     """
     params, inputs, targets = problem(ranks, 4)
-    held, schedule = {rank: params[rank]}, pp.gpipe(ranks, 4)
-    found = []
-    with pp.P2P(timeout=60) as transport:
-        if rank == 0:
-            wrong = {"stages": [dense] * 3} | fault
-            refused = caught(pp.value_and_grad, wrong.pop("stages"), squared, schedule, transport, **wrong)[0]
-            assert refused in ("ValueError", "TypeError")
-        step = pp.value_and_grad([dense] * ranks, squared, schedule, transport)
-        found = [caught(step, held, inputs, targets) for _ in range(2)]
-    dist.barrier()
+    held, schedule, found = {rank: params[rank]}, pp.gpipe(ranks, 4), []
+    for fault in FAULTS:
+        with pp.P2P(timeout=60) as transport:
+            if rank == 0:
+                wrong = {"stages": [dense] * 2} | fault
+                made = caught(pp.value_and_grad, wrong.pop("stages"), squared, schedule, transport, **wrong)
+                assert made[0] in ("ValueError", "TypeError")
+            step = pp.value_and_grad([dense] * ranks, squared, schedule, transport)
+            found += [caught(step, held, inputs, targets) for _ in range(2)]
+        dist.barrier()
     with pp.P2P(timeout=60) as transport:
         step = pp.value_and_grad([dense] * ranks, squared, schedule, transport)
         assert caught(step, held, inputs, targets)[0] is None
     return found
 
 
-OTHERS = ({"argnums": (0, 0)}, {"loss_weights": [1.0]}, {"typo": 1})
-FAULTS = [{}, *({"stages": [dense] * 2} | other for other in OTHERS)]
-
-
-@pytest.mark.parametrize("fault", range(len(FAULTS)))
-def test_a_step_function_that_one_rank_could_not_make_ends_the_transport(two, soon, fault):
-    for found in two(refused_first_of, fault):
+def test_a_step_function_that_one_rank_could_not_make_ends_the_transport(two, soon):
+    for found in two(refused_first):
         for name, text, seconds in found:
             assert (
                 name in ("PipelineError", "RuntimeError") and "rank 0 failed outside its program" in text
             ) or "make a new P2P()" in text
             assert seconds < soon
-
-
-def refused_first_of(rank, ranks, fault):
-    return refused_first(rank, ranks, FAULTS[fault])
 
 
 def with_and_without_a_loss(rank, ranks):
@@ -226,45 +221,6 @@ def test_a_rank_that_comes_to_what_others_have_given_up_hears_at_once(two, soon)
         assert seconds < soon / 2
 
 
-def wrong_arguments(rank, ranks, kind, who, first):
-    """One rank is given what does not fit, at its first call or at a later one; the same step then goes
-    on.
-    """
-    schedule = pp.zbv(ranks, 2 * ranks)
-    params, inputs, targets = problem(2 * ranks, 2 * ranks)
-    own = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
-    stages = [dense if s in own else None for s in params]
-    other = next(s for s in params if s not in own)
-    wrong = {
-        "another's stage": {**own, other: params[other]},
-        "only another's": {other: params[other]},
-        "lacks a stage": {min(own): params[min(own)]},
-        "no number": {str(s): tree for s, tree in own.items()},
-        "no dictionary": list(own.values()),
-        "meta": {s: {"w": tree["w"].to("meta")} for s, tree in own.items()},
-        "another shape": {s: {"w": tree["w"][:3]} for s, tree in own.items()},
-        "another's extras": own,
-        "scalar weights": own,
-    }[kind]
-    options = {"another's extras": {"extras": {other: inputs}}, "scalar weights": {"loss_weights": 0.5}}.get(
-        kind, {}
-    )
-    with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad(stages, squared, schedule, transport)
-        if not first:
-            step(own, inputs, targets)
-        failure = (
-            caught(step, wrong, inputs, targets, **options)
-            if rank == who
-            else caught(step, own, inputs, targets)
-        )
-        loss, grads = step(own, inputs, targets)
-    want, wanted = pp.value_and_grad([dense] * len(params), squared, schedule)(params, inputs, targets)
-    assert torch.equal(loss, want)
-    assert all(torch.equal(grads[s]["w"], wanted[s]["w"]) for s in own)
-    return failure
-
-
 WRONG = {
     "another's stage": ("ValueError", "params: got the stages [{stages}], this process runs"),
     "only another's": ("ValueError", "params: got the stages [{other}], this process runs"),
@@ -278,102 +234,123 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("kind, first", list(zip(WRONG, cycle([True, False]), strict=False)))
-def test_wrong_arguments_of_one_rank_are_refused_by_name_on_all(two, kind, first, soon):
-    check_wrong(two(wrong_arguments, kind, 1, first), kind, 1, soon)
+def wrong_arguments(rank, ranks, who, kinds):
+    """One rank is given what does not fit, at its first call or at a later one; the same step then goes on.
+    What each kind raises; ``kinds`` says whether it comes first.
+    """
+    schedule, told = pp.zbv(ranks, 2 * ranks), {}
+    params, inputs, targets = problem(2 * ranks, 2 * ranks)
+    own = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    stages = [dense if s in own else None for s in params]
+    other = next(s for s in params if s not in own)
+    wrong = {
+        "another's stage": {**own, other: params[other]},
+        "only another's": {other: params[other]},
+        "lacks a stage": {min(own): params[min(own)]},
+        "no number": {str(s): tree for s, tree in own.items()},
+        "no dictionary": list(own.values()),
+        "meta": {s: {"w": tree["w"].to("meta")} for s, tree in own.items()},
+        "another shape": {s: {"w": tree["w"][:3]} for s, tree in own.items()},
+    }
+    options = {"another's extras": {"extras": {other: inputs}}, "scalar weights": {"loss_weights": 0.5}}
+    want, wanted = pp.value_and_grad([dense] * len(params), squared, schedule)(params, inputs, targets)
+    with pp.P2P(timeout=60) as shared:
+        warm = pp.value_and_grad(stages, squared, schedule, shared)
+        warm(own, inputs, targets)
+        for kind, first in kinds.items():
+            with pp.P2P(timeout=60) if first else nullcontext() as transport:
+                step = pp.value_and_grad(stages, squared, schedule, transport) if first else warm
+                given, more = (wrong.get(kind, own), options.get(kind, {})) if rank == who else (own, {})
+                told[kind] = caught(step, given, inputs, targets, **more)
+                loss, grads = step(own, inputs, targets)
+            assert torch.equal(loss, want)
+            assert all(torch.equal(grads[s]["w"], wanted[s]["w"]) for s in own)
+    return told
+
+
+def test_wrong_arguments_of_one_rank_are_refused_by_name_on_all(two, soon):
+    kinds = dict(zip(WRONG, cycle([True, False]), strict=False))
+    check_wrong(two(wrong_arguments, 1, kinds), 1, soon)
 
 
 @pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("kind", ["lacks a stage", "another shape"])
-def test_wrong_arguments_of_one_rank_of_four(four, kind, who, soon):
-    check_wrong(four(wrong_arguments, kind, who, True), kind, who, soon)
+def test_wrong_arguments_of_one_rank_of_four(four, who, soon):
+    kinds = dict.fromkeys(["lacks a stage", "another shape"], True)
+    check_wrong(four(wrong_arguments, who, kinds), who, soon)
 
 
-def check_wrong(answers, kind, who, soon):
+def check_wrong(answers, who, soon):
     own = [who, 2 * len(answers) - 1 - who]
     other = next(s for s in range(2 * len(answers)) if s not in own)
-    error, told = WRONG[kind]
-    told = told.format(stages=", ".join(map(str, [*sorted(own), other])), first=min(own), other=other)
-    for rank, (name, text, seconds) in enumerate(answers):
-        assert told in text
-        if rank == who:
-            assert name == error
-        else:
-            assert name == "PipelineError"
-            assert f"rank {who} failed outside its program: {error}" in text
-        assert seconds < soon
+    for rank, by_kind in enumerate(answers):
+        for kind, (name, text, seconds) in by_kind.items():
+            error, told = WRONG[kind]
+            stages = ", ".join(map(str, [*sorted(own), other]))
+            assert told.format(stages=stages, first=min(own), other=other) in text
+            assert name == (error if rank == who else "PipelineError")
+            assert rank == who or f"rank {who} failed outside its program: {error}" in text
+            assert seconds < soon
 
 
-def wrong_maker(rank, ranks, kind, who):
-    """A step function that cannot be made, or traced, on one rank; the others have made theirs and call
-    it.
+def failing(p, x):
+    raise LookupError("no such table")
+
+
+def writing(p, x):
+    return dense(p, x.add_(1))
+
+
+MAKING = {"number of stages": [dense] * 5, "no function": [3] * 2, "schedule": None}
+TRACING = {"own stage None": [None] * 4, "engine": None, "raises": [failing] * 4, "writes": [writing] * 4}
+
+
+def wrong_maker(rank, ranks, kinds):
+    """A step function that cannot be made, or traced, on one rank; the others have made theirs and call it.
+    What each kind raises, on the rank that ``kinds`` names, and then a step of another transport.
     """
     params, inputs, targets = problem(ranks, 4)
+    plain, held, told = pp.gpipe(ranks, 4), {rank: params[rank]}, {}
+    for kind, who in kinds.items():
+        stages, schedule, options = [dense] * ranks, plain, {}
+        if rank == who:
+            wrong = {**MAKING, **TRACING}.get(kind)
+            stages = stages if wrong is None else wrong if kind == "number of stages" else wrong[:ranks]
+            options = {"argnums": {"argnums": (0, 0)}, "engine": {"engine": lambda *args, **options: 3}}
+            options = options.get(kind, {})
+            if kind == "schedule":
+                schedule = replace(plain, programs=plain.programs[::-1])
 
-    def failing(p, x):
-        raise LookupError("no such table")
+        def make_and_call(transport, given=(stages, squared, schedule), options=options):
+            return pp.value_and_grad(*given, transport, **options)(held, inputs, targets)
 
-    def writing(p, x):
-        return dense(p, x.add_(1))
-
-    schedule, held = pp.gpipe(ranks, 4), {rank: params[rank]}
-    stages, loss_fn, options = [dense] * ranks, squared, {}
-    if rank == who:
-        match kind:
-            case "number of stages":
-                stages = [dense] * (ranks + 1)
-            case "own stage None":
-                stages = [None] * ranks
-            case "no function":
-                stages = [3] * ranks
-            case "schedule":
-                schedule = replace(schedule, programs=schedule.programs[::-1])
-            case "argnums":
-                options = {"argnums": (0, 0)}
-            case "engine":
-                options = {"engine": lambda *args, **options: 3}
-            case "raises":
-                stages = [failing] * ranks
-            case "writes":
-                stages = [writing] * ranks
-
-    steps = []
-
-    def make_and_call():
-        steps.append(pp.value_and_grad(stages, loss_fn, schedule, transport, **options))
-        return steps[0](held, inputs, targets)
-
+        with pp.P2P(timeout=60) as transport:
+            failure = caught(make_and_call, transport)
+            # who closes its transport before others have heard of the failure may be named instead
+            dist.barrier()
+        told[kind] = failure
     with pp.P2P(timeout=60) as transport:
-        failure = caught(make_and_call)
-        # who closes its transport before others have heard of the failure may be named instead
-        dist.barrier()
-    if kind not in MAKING:
-        return failure, None
-    with pp.P2P(timeout=60) as transport:
-        step = pp.value_and_grad([dense] * ranks, loss_fn, pp.gpipe(ranks, 4), transport)
-        return failure, caught(step, held, inputs, targets)
+        step = pp.value_and_grad([dense] * ranks, squared, plain, transport)
+        return told, caught(step, held, inputs, targets)
 
 
-MAKING = ["number of stages", "no function", "schedule"]
-TRACING = ["own stage None", "engine", "raises", "writes"]
+def test_a_step_function_that_fails_on_one_rank_only_fails_on_all(two, soon):
+    kinds = dict(zip([*MAKING, "argnums", *TRACING], cycle([0, 1]), strict=False))
+    check_makers(two(wrong_maker, kinds), kinds, soon)
 
 
-@pytest.mark.parametrize("kind, who", list(zip([*MAKING, "argnums", *TRACING], cycle([0, 1]), strict=False)))
-def test_a_step_function_that_fails_on_one_rank_only_fails_on_all(two, kind, who, soon):
-    check_makers(two(wrong_maker, kind, who), kind, who, soon)
+def test_a_step_function_that_fails_on_one_rank_of_four_fails_on_all(four, soon):
+    kinds = {"number of stages": 2, "raises": 2}
+    check_makers(four(wrong_maker, kinds), kinds, soon)
 
 
-@pytest.mark.parametrize("kind", ["number of stages", "raises"])
-def test_a_step_function_that_fails_on_one_rank_of_four_fails_on_all(four, kind, soon):
-    check_makers(four(wrong_maker, kind, 2), kind, 2, soon)
-
-
-def check_makers(answers, kind, who, soon):
-    for rank, ((name, text, seconds), again) in enumerate(answers):
-        assert name == "PipelineError" if rank != who else name not in (None, "PipelineError"), text
-        assert rank == who or f"rank {who} failed outside its program" in text
-        assert seconds < soon
-        assert again is None or again[0] is None, again
+def check_makers(answers, kinds, soon):
+    for rank, (told, again) in enumerate(answers):
+        assert again[0] is None, again
+        for kind, (name, text, seconds) in told.items():
+            who = kinds[kind]
+            assert name == "PipelineError" if rank != who else name not in (None, "PipelineError"), text
+            assert rank == who or f"rank {who} failed outside its program" in text
+            assert seconds < soon
 
 
 def two_threads(rank, ranks, who):
@@ -596,12 +573,12 @@ OWN = {
 }
 
 
-def raise_own(rank, ranks, kind):
-    armed = Unseen()
+def raise_own(rank, ranks):
+    armed, raised = Unseen(), [None]
 
     def broken(p, x):
         if armed[0]:
-            raise OWN[kind][0]
+            raise raised[0]
         return dense(p, x)
 
     params, inputs, targets = problem(ranks, 4)
@@ -610,17 +587,18 @@ def raise_own(rank, ranks, kind):
             [dense, broken], squared, pp.gpipe(ranks, 4), transport, engine=pp.engines.functional
         )
         step({rank: params[rank]}, inputs, targets)
-        armed[0] = rank == 1
-        return caught(step, {rank: params[rank]}, inputs, targets)
+        armed[0], told = rank == 1, {}
+        for kind, (raised[0], _) in OWN.items():
+            told[kind] = caught(step, {rank: params[rank]}, inputs, targets)
+        return told
 
 
-@pytest.mark.parametrize("kind", OWN)
-def test_an_error_of_a_stage_is_not_taken_for_one_of_the_transport(two, kind, soon):
-    for name, text, seconds in two(raise_own, kind):
-        assert name == "PipelineError"
-        assert f"rank 1 failed at 1F0, step 1 of its program (stage 1, microbatch 0): {OWN[kind][1]}" in text
-        assert "waited" not in text
-        assert seconds < soon
+def test_an_error_of_a_stage_is_not_taken_for_one_of_the_transport(two, soon):
+    where = "rank 1 failed at 1F0, step 1 of its program (stage 1, microbatch 0)"
+    for told in two(raise_own):
+        for kind, (name, text, seconds) in told.items():
+            assert name == "PipelineError" and f"{where}: {OWN[kind][1]}" in text
+            assert "waited" not in text and seconds < soon
 
 
 def each_device_its_backend(rank, ranks):

@@ -2,18 +2,16 @@
 
 A step flows through these modules::
 
-    rendezvous     pair up the n-th calls of all ranks in the store of their group
-        |
-    socket_links   connect to the tree, and to peers on demand, over TCP (simulated: ``tests/network``)
-        |            streams       the connections of this process, by peer
+    links          pair up the n-th calls of all ranks in the store of their group; connect to the tree, and
+        |          to peers on demand, over TCP (simulated: ``tests/network``)
         |            connections   accept and open, by HMAC with a key; frame messages
         |
     control        begin: pass the call and the shapes down the tree, and compare them
-        |          end: gather losses up the tree, vote, commit at rank 0, pass the sum down
-        |            tree          the messages of a binary tree of ranks, and the protocol of links
+        |          end: collect losses up the tree, vote, commit at rank 0, pass the sum down
         |
-        +--fail--> failures  take the first failure of a generation; find the rank, or the link, that holds up
-                             a late one; pure
+        +--fail--> take the first failure of a generation; find the rank, or the link, that holds up others
+
+    tree           the messages of a binary tree of ranks, and the failure that counts; pure
 
 The thread that waits for a message of a step reads it: to wake one takes longer than to send a message. One
 thread accepts, and one watches each neighbour in the tree. No thread refers to a transport, only to its

@@ -28,7 +28,7 @@ _STRANGER = 20.0  # seconds for each message by which a connection proves that i
 
 
 class Address(NamedTuple):
-    """Name the place where a process listens, and the key of those who may connect (hexadecimal)."""
+    """Name the place where a process listens, and the key (hexadecimal) that proves who may connect."""
 
     host: str
     port: int
@@ -90,7 +90,7 @@ class Stream:
             self._end(error)  # earlier messages of the peer can still be read
 
     def next(self, generation: int, channel: bytes) -> bytes | None:
-        """Take the next message of a channel and generation; drop older ones, leave newer ones."""
+        """Take the next message of a channel and generation; drop older messages, leave newer messages."""
         arrived = self._arrived[channel]
         while True:
             while arrived and arrived[0][0] <= generation:
@@ -142,7 +142,7 @@ class Stream:
 
 
 def _detect_silence(connection: socket.socket, limit: float) -> None:
-    """Let the kernel end a connection once the other host is silent for ``limit`` seconds, not earlier."""
+    """Let the kernel end a connection once the peer's host is silent for ``limit`` seconds, not earlier."""
     probe = int(min(max(1.0, limit / 4), _LONGEST))
     options = [("TCP_NODELAY", 1), ("TCP_KEEPIDLE", probe), ("TCP_KEEPINTVL", probe), ("TCP_KEEPCNT", 3)]
     options.append(("TCP_USER_TIMEOUT", int(1000 * min(max(1.0, limit), _LONGEST))))
@@ -159,7 +159,7 @@ class Listener:
         host: an address of this host.
         limit: seconds for a peer to take a message.
         welcome: called in a thread with the name that a peer gives itself, and the connection.
-        wanted: how many connections there will be; OSError is raised if there are too few descriptors.
+        wanted: number of connections to expect; OSError is raised if there are too few descriptors.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ def connect(
 
 
 def _wait_for(connection: socket.socket, seconds: float) -> None:
-    """Let what is read and sent raise BlockingIOError where it takes longer."""
+    """Let reads and sends raise BlockingIOError after ``seconds``."""
     connection.setblocking(True)
     interval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

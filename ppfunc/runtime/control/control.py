@@ -4,24 +4,23 @@ import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
-from typing import Self
+from functools import partial
+from typing import Any, Self
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._checks import not_copied
-from ppfunc.stage.device import upload
+from ppfunc.stage.device import download, upload
 from ppfunc.stage.process import act_on_interrupts, hold_interrupts, keep_holding
 
 from ..lowering.comparison import (
     require_alike,
     require_same_changes,
-    require_same_facts,
     require_same_modes,
-    require_same_step,
+    require_same_terms,
 )
-from ..lowering.results import of_text, shape_of_sum, sum_texts, to_text
+from ..lowering.results import form_of_sum, of_text, sum_texts, to_text
 from ..ports.protocols import Axes, Grid, LossPart, Mode, ShardWhat
 from ..values.arguments import LaidOut
 from ..values.buffers import Compared
@@ -37,6 +36,8 @@ from ..values.errors import (
 )
 from .tree import BEGIN, END, TEXT, Links, TreeMessages
 
+_BEGINS = " on the step that begins"
+
 
 class Control:
     """Implements the control half of a transport with one rank in each process (or thread), over its links.
@@ -47,7 +48,7 @@ class Control:
 
     Args:
         links: carry the messages; closed with it.
-        grid: which ranks make which pipeline; by default all make one.
+        grid: ranks of each pipeline; by default all ranks make one pipeline.
     """
 
     has_peers = True
@@ -132,8 +133,8 @@ class Control:
             )
         self.links.check()
         common = f"{common}; steps ended: {self.ended}" if common else f"steps ended: {self.ended}"
-        tree = self._replica
         first = self.grid.pipelines[0][source]  # of the ranks that are given the batch, the one that counts
+        tree = self._replica
         if tree.size < self._world.size:
             self._pass_down(self._world, common)
             common = ""
@@ -142,7 +143,7 @@ class Control:
         if shapes is None:
             shapes = tree.gather_texts(key if key is not None and self.links.rank == first else "")[first]
         if key is not None:
-            require_same_step(key, shapes, self.links.rank, tree.top)
+            require_same_terms(key, shapes, self.links.rank, tree.top, _BEGINS)
         if self._together is not None and self.mixes_batches:
             self._pass_down(self._together, shapes)
         return shapes
@@ -159,12 +160,12 @@ class Control:
         self._executing = False
 
     def _pass_down(self, tree: TreeMessages, mine: str, shapes: str | None = None) -> str | None:
-        """Compare the call with that of a tree's top; pass it down with the shapes, and return these."""
+        """Compare the call with the top's call; pass it down with the shapes, and return the shapes."""
         begun = json.dumps([mine, shapes])
         if tree.parent is not None:
             begun = tree.recv(tree.parent, BEGIN)
             call, shapes = json.loads(begun)
-            require_same_step(mine, call, self.links.rank, tree.top)
+            require_same_terms(mine, call, self.links.rank, tree.top, _BEGINS)
         tree.send_down(BEGIN, begun)
         return shapes
 
@@ -174,7 +175,7 @@ class Control:
 
     def require_same(self, facts: str, axes: Sequence[str] | None = None) -> None:
         for rank, theirs in sorted(self.gather(facts, axes).items()):
-            require_same_facts(facts, theirs, self.links.rank, rank)
+            require_same_terms(facts, theirs, self.links.rank, rank)
 
     def gather(self, text: str, axes: Sequence[str] | None = None) -> dict[int, str]:
         tree = self._world if axes is None else TreeMessages(self.links, self.grid.along(axes))
@@ -197,61 +198,37 @@ class Control:
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
-        changed: str = "",
+        changed: Mapping[str, str] = {},
     ) -> torch.Tensor | None:
+        losses = {stage: download(loss) for stage, loss in losses.items()}  # there once the device is done
+        compared = [each._replace(values=download(each.values)) for each in compared]
         self.synchronize()
         for values, require in compared:
             require(values)
-        of_pipeline = None
+        here = {str(n): to_text(losses[n]) for n, part in parts.items() if part.rank == self.rank}
+        total, add = "", partial(sum_texts, parts=parts)
         if parts and self.has_other_pipelines:
-            of_pipeline, parts = self._sum_up(self._pipeline, losses, parts, mode), {}
-        total = self._sum_up(self._world, losses, parts, mode, changed)
+            total, here = self._pipeline.share(END, self._pipeline.collect(END, here), add), {}
+
+        def conclude(ends: list[Any]) -> str:
+            require_same_modes({rank: mode for rank, mode, *_ in ends})
+            require_same_changes({rank: changed for rank, _, changed, _ in ends})
+            return add(losses for *_, losses in ends) if parts and not self.has_other_pipelines else ""
+
+        ends = self._world.collect(END, (self.links.rank, mode, changed, here))
+        act_on_interrupts()  # those that have come fail the step, others wait for its end
+        keep_holding()  # the step may have ended on some ranks already
+        total = self._world.share(END, ends, conclude, self.ended) or total
         self._executing = False
         self._running.release()
-        return total if of_pipeline is None else of_pipeline
+        if self._closed:  # by another thread, which has left this to the step
+            self.tear_down()
+        if not parts:
+            return None
+        return upload(of_text(total, *form_of_sum(parts)), self.device)
 
     def synchronize(self) -> None:
         """Wait until the device has done the work of the step; the CPU has."""
-
-    def _sum_up(
-        self,
-        tree: TreeMessages,
-        losses: Mapping[int, torch.Tensor],
-        parts: Mapping[int, LossPart],
-        mode: Mode,
-        changed: str = "",
-    ) -> torch.Tensor | None:
-        """Sum the losses of all ranks of a tree, once all are here. Over the world, it ends the step."""
-        last, rank = tree is self._world, self.links.rank
-        modes = [rank if mode == name else -1 for name in ("training", "evaluation")]  # a rank in either
-        texts = []  # stage and losses
-        for stage, part in parts.items():
-            if part.rank == self.rank:
-                got, leaf = losses[stage], part.leaf
-                assert (got.shape, got.dtype) == (leaf.shape, leaf.dtype), (got.shape, got.dtype, leaf)
-                texts.append(f"{stage}:{to_text(got)}")
-        for child in tree.children:
-            training, evaluation, theirs, *below = tree.recv(child, END).split(" ")
-            changed = require_same_changes(changed, theirs)
-            modes, texts = [max(modes[0], int(training)), max(modes[1], int(evaluation))], texts + below
-        require_same_modes(*modes)
-        if last:
-            act_on_interrupts()  # those that have come fail the step, others wait for its end
-            keep_holding()  # the step may have ended on some ranks already
-        if tree.parent is None:
-            texts = [to_text(sum_texts(texts, parts))] if parts else []
-        else:
-            if last:
-                self.links.vote(self.ended)
-            tree.send(END, " ".join(map(str, (*modes, changed, *texts))), tree.parent)
-            _, _, _, *texts = tree.recv(tree.parent, END).split(" ")
-        if last:
-            self.links.commit(self.ended)
-        tree.send_down(END, " ".join(map(str, (*modes, "", *texts))))  # first: the next line may fail
-        if not parts:
-            return None
-        dtype = reduce(torch.promote_types, (part.leaf.dtype for part in parts.values()))
-        return upload(of_text(texts[0], shape_of_sum(parts), dtype), self.device)
 
     # -- failures --------------------------------------------------------------------------
 

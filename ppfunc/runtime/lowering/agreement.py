@@ -1,4 +1,4 @@
-"""Agree with the other ranks on the step that begins, its batch, and the signatures between stages.
+"""Agree with all ranks on the step that begins, its batch, and the signatures between stages.
 
 A step begins with the same call and the same shapes of the batch on all ranks (:meth:`Agreement.begin`). For
 shapes that are new, stages pass the signatures of their outputs from rank to rank while they are lowered, and
@@ -55,7 +55,7 @@ class Agreement:
     They are cached by shapes of the batch and autocast.
 
     Args:
-        pipeline: of the step function.
+        pipeline: pipeline of the step function.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -76,8 +76,8 @@ class Agreement:
 
         Args:
             steps: the arguments of every step of the call.
-            shapes: of the batch; None if this process was given none.
-            purpose: of the call, on which the ranks also have to agree.
+            shapes: shapes of the batch; None if this process was not given the batch.
+            purpose: purpose of the call, on which the ranks also have to agree.
 
         Raises:
             AgreementError: another rank makes another call, or has another batch.
@@ -125,7 +125,7 @@ class Agreement:
         )
 
     def _terms(self, steps: Sequence[StepArguments]) -> tuple[str, str]:
-        """Name the terms for all ranks, and those for the ranks of one batch; empty without peers."""
+        """Name the terms for all ranks, and the terms for the ranks of this batch; empty without peers."""
         if not self.transport.has_peers:
             return "", ""
         own = f"step function {self._number} ({self._spec.terms})", self._spec.options
@@ -177,7 +177,7 @@ class Agreed(NamedTuple):
     """Hold the facts that the ranks agreed on for one form of the batch.
 
     Args:
-        shapes: of the batch.
+        shapes: shapes of the batch.
         generation: number of failures of the transport before; a later failure makes this stale.
         received: the signatures on edges from other processes.
         returned: the signatures that stages of this process return, see :class:`Exchange`.
@@ -200,8 +200,8 @@ class Exchange:
     signature raises.
 
     Args:
-        agreement: of the step function.
-        shapes: of the batch.
+        agreement: agreement of the step function.
+        shapes: shapes of the batch.
         agreed: the facts agreed on for these shapes before; None on all ranks if there are none.
         met: whether all ranks have met in this step, those of other batches too.
     """
@@ -302,7 +302,7 @@ class Exchange:
 
 
 def _require_taken(noted: Sequence[Mapping[str, bool]], form: StepForm) -> None:
-    """Raise ValueError for a pattern that takes no leaf of any rank; ``noted`` are those of each."""
+    """Raise ValueError for a pattern that takes no leaf of any rank; ``noted`` has the patterns of each."""
     used = {text for theirs in noted for text, takes in theirs.items() if takes}
     if unused := [text for theirs in noted for text in theirs if text not in used]:
         trees = form.state if unused[0].startswith("reduce_state") else form.params

@@ -6,12 +6,8 @@ of both ranks.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from hashlib import sha256
 from itertools import zip_longest
-from operator import ne
 from typing import Any
-from urllib.parse import quote, unquote
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.stage import Outline
 from ppfunc.stage.layout import gather_texts
-from ppfunc.stage.program import SeenCall
 
 from ..values.arguments import StepArguments, StepForm, digest
 from ..values.errors import AgreementError
@@ -56,56 +51,49 @@ _MENDS = {
 """By a term of a step: what every rank must do where it differs."""
 
 
-def require_same_step(mine: str, theirs: str, rank: int, other: int) -> None:
-    """Require that two ranks begin the same step; terms are separated by ``"; "``."""
-    if mine != theirs:
-        here, there = _differences(mine, theirs)
-        known = (mend for term, mend in _MENDS.items() if term in here)
-        mend = next(known, "be given the same")
-        raise AgreementError(
-            f"the ranks disagree on the step that begins: rank {rank} has {here}, rank {other} has {there};"
-            f" every rank must {mend}"
-        )
-
-
-def require_same_facts(mine: str, theirs: str, rank: int, other: int) -> None:
-    """Require that two ranks have the same facts; terms are separated by ``"; "``."""
-    if mine != theirs:
-        here, there = _differences(mine, theirs)
-        raise AgreementError(
-            f"the ranks disagree: rank {rank} has {here}; rank {other} has {there}; every rank must be given"
-            " the same"
-        )
-
-
-def require_same_modes(training: int, evaluation: int) -> None:
-    """Require that modules of these ranks are in one mode; -1 stands for no rank."""
-    if training >= 0 and evaluation >= 0:
-        raise AgreementError(
-            f"the ranks disagree on the mode of their modules: training on rank {training}, evaluation on"
-            f" rank {evaluation}; call train() or eval() on every rank (where a stage is frozen on purpose,"
-            " leave its outermost module in training mode)"
-        )
-
-
-@lru_cache(256)
-def require_same_changes(mine: str, theirs: str) -> str:
-    """Require that ranks have changed alike what their stages read beside arguments. Join the changes.
+def require_same_terms(mine: str, theirs: str, rank: int, other: int, of: str = "") -> None:
+    """Require that two ranks have the same terms, separated by ``"; "``; name the terms that differ.
 
     Args:
-        mine, theirs: what has changed since the first step: ``{stage: changes}`` in JSON, quoted.
-
-    >>> require_same_changes(quote('{"stage 0": ""}'), quote('{"stage 1": "p = 0.5"}')) != ""
-    True
+        mine: the terms of this rank.
+        theirs: the terms of the other rank.
+        rank: the number of this rank.
+        other: the number of the other rank.
+        of: the subject of the terms, such as ``" on the step that begins"``.
     """
-    both = [json.loads(unquote(text) or "{}") for text in (mine, theirs)]
-    for name, (_, here), (_, there) in differences(enumerate(both)):
+    if mine == theirs:
+        return
+    pairs = zip_longest(mine.split("; "), theirs.split("; "), fillvalue="nothing")
+    here, there = map("; ".join, zip(*[(a, b) for a, b in pairs if a != b], strict=True))
+    mend = next((mend for term, mend in _MENDS.items() if term in here), "be given the same")
+    raise AgreementError(
+        f"the ranks disagree{of}: rank {rank} has {here}, rank {other} has {there}; every rank must {mend}"
+    )
+
+
+def require_same_modes(modes: Mapping[int, str]) -> None:
+    """Require that modules of all ranks are in one mode. Ranks whose modules are in both do not count."""
+    first = {mode: rank for rank, mode in sorted(modes.items(), reverse=True)}
+    if "training" in first and "evaluation" in first:
         raise AgreementError(
-            f"the ranks disagree on values that {name} reads beside its arguments: one has changed"
-            f" {here or 'none'}, another {there or 'none'}, since the first step; change them on every rank"
-            " before the same step, or give them as inputs"
+            f"the ranks disagree on the mode of their modules: training on rank {first['training']},"
+            f" evaluation on rank {first['evaluation']}; call train() or eval() on every rank (where a stage"
+            " is frozen on purpose, leave its outermost module in training mode)"
         )
-    return quote(json.dumps(both[0] | both[1])) if both[0] | both[1] else ""
+
+
+def require_same_changes(changed: Mapping[int, Mapping[str, str]]) -> None:
+    """Require that ranks have changed alike the values that their stages read beside arguments.
+
+    Args:
+        changed: the changes of every rank, by name of the stage.
+    """
+    for name, (one, here), (other, there) in differences(changed.items()):
+        raise AgreementError(
+            f"the ranks disagree on values that {name} reads beside its arguments: rank {one} has changed"
+            f" {here or 'none'}, rank {other} {there or 'none'}, since the first step; change them on every"
+            " rank before the same step, or give them as inputs"
+        )
 
 
 def require_as_agreed(
@@ -127,23 +115,12 @@ def require_as_agreed(
             )
 
 
-def _differences(one: str, other: str) -> tuple[str, str]:
-    """Select the terms that differ in the first lines of two texts. Further lines are for programs.
-
-    >>> _differences("call 2; f; seed None", "call 3; f; seed (0, 1)")
-    ('call 2; seed None', 'call 3; seed (0, 1)')
-    """
-    terms = (text.partition("\n")[0].split("; ") for text in (one, other))
-    pairs = [(a, b) for a, b in zip_longest(*terms, fillvalue="nothing") if a != b]
-    return "; ".join(a for a, _ in pairs), "; ".join(b for _, b in pairs)
-
-
 def require_alike(by_rank: Mapping[int, Mapping[str, str]], axis: str) -> None:
     """Require that all ranks lay out every leaf in one way.
 
     Args:
         by_rank: the leaves of :class:`LaidOut`.
-        axis: of the mesh, along which the ranks are.
+        axis: axis of the mesh along which the ranks lie.
     """
     for name in sorted({name for leaves in by_rank.values() for name in leaves}):
         layouts = {rank: leaves.get(name, "no DTensor") for rank, leaves in by_rank.items()}
@@ -248,10 +225,6 @@ def require_same_batch(
 # -- programs of stages that several ranks hold: data ranks, and copies in another chain
 
 
-Program = Sequence[tuple[str, str]]
-"""Text and place of every call."""
-
-
 def require_same_programs(
     stages: Iterable[tuple[int, Outline]], gather: Callable[[str], Mapping[int, str]]
 ) -> None:
@@ -264,38 +237,22 @@ def require_same_programs(
     shapes.
 
     Args:
-        stages: of this rank, the number of each in the model and its evaluation.
+        stages: stages of this rank: the number of each in the model and its evaluation.
         gather: gathers the texts of all ranks that compare.
     """
-    programs: dict[str, Program] = {}
+    mine: dict[str, str] = {}
     for stage, evaluated in stages:
-        takes, *calls = evaluated.calls or (SeenCall(""),)
-        modes = sorted({module.training for module in evaluated.modules})
-        key = json.dumps([stage, modes, takes.text])
-        programs.setdefault(key, [_written(call) for call in calls])
-    texts = {key: "\n".join(text for text, _ in program) for key, program in programs.items()}
-    digests = {k: sha256(t.encode(errors="surrogatepass")).hexdigest()[:16] for k, t in texts.items()}
-    theirs = sorted(gather(json.dumps(digests, sort_keys=True)).items())
-    for key, (one, _), (other, _) in differences((rank, json.loads(text)) for rank, text in theirs):
-        by_rank = gather(json.dumps(programs.get(key, ())))
-        raise _difference(key, *((rank, json.loads(by_rank[rank])) for rank in (one, other)))
-
-
-def _difference(key: str, one: tuple[int, Program], other: tuple[int, Program]) -> AgreementError:
-    pairs = zip_longest(one[1], other[1], fillvalue=("nothing more", ""))
-    here, there = next(pair for pair in pairs if ne(*(text for text, _ in pair)))
-    (a, place), (b, other_place) = here, there
-    return AgreementError(
-        f"stage {json.loads(key)[0]} runs other programs on ranks {one[0]} and {other[0]}: the first"
-        f" difference is {a}{place} on rank {one[0]}, {b}{other_place} on rank {other[0]}; give every rank"
-        " that holds a stage the same function, the same loss and the same constants"
-    )
-
-
-def _written(call: SeenCall) -> tuple[str, str]:
-    """Write a call with the bits of its constants."""
-    bits = [f"{int(checksum(t)) % 2**64:016x}" for t in call.constants if not t.is_meta]
-    return " ".join([call.text, *bits]), call.place
+        if (program := evaluated.program) is not None:
+            modes = sorted({module.training for module in evaluated.modules})
+            sums = [int(checksum(t)) for t in program.constants if not t.is_meta]
+            key = json.dumps([stage, modes, program.takes])
+            mine.setdefault(key, f"{program.digest} {digest(repr(sums))}")
+    texts = sorted(gather(json.dumps(mine, sort_keys=True)).items())
+    for key, (one, _), (other, _) in differences((rank, json.loads(text)) for rank, text in texts):
+        raise AgreementError(
+            f"stage {json.loads(key)[0]} runs other programs on ranks {one} and {other}; give every rank that"
+            " holds a stage the same function, the same loss and the same constants"
+        )
 
 
 # -- bits of tensors

@@ -242,7 +242,7 @@ def sum_up(losses: Sequence[torch.Tensor], parts: Mapping[int, LossPart]) -> tor
     """Sum the losses of all stages.
 
     Args:
-        losses: of each stage of ``parts``, ascending.
+        losses: losses of each stage of ``parts``, ascending.
 
     Returns:
         What :meth:`Transport.end` returns.
@@ -267,11 +267,12 @@ def apart(
     return weighted, rows
 
 
-def shape_of_sum(parts: Mapping[int, LossPart]) -> tuple[int, ...]:
-    """Return the shape of what :func:`sum_up` returns."""
+def form_of_sum(parts: Mapping[int, LossPart]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and the dtype of the result of :func:`sum_up`."""
     part = next(iter(parts.values()))
     microbatches = {m for each in parts.values() for m in each.each}
-    return (1 + len(microbatches), *part.leaf.shape[2:]) if part.each else part.leaf.shape[1:]
+    shape = (1 + len(microbatches), *part.leaf.shape[2:]) if part.each else part.leaf.shape[1:]
+    return shape, reduce(torch.promote_types, (part.leaf.dtype for part in parts.values()))
 
 
 def to_text(losses: torch.Tensor) -> str:
@@ -287,11 +288,19 @@ def of_text(text: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor
     return torch.frombuffer(bytearray.fromhex(text), dtype=dtype).view(shape)
 
 
-def sum_texts(texts: Sequence[str], parts: Mapping[int, LossPart]) -> torch.Tensor:
-    """Sum losses in the order of the stages, at the top of a tree: all ranks get the same bits."""
-    of_stage = dict(text.split(":") for text in texts)
+def sum_texts(texts: Iterable[Mapping[str, str]], parts: Mapping[int, LossPart]) -> str:
+    """Sum the losses of all stages in their order, so that all ranks get the same bits.
+
+    Args:
+        texts: the losses of every rank, as :func:`to_text` writes them, by stage.
+        parts: the form of the losses.
+
+    Returns:
+        The sum, as :func:`to_text` writes it.
+    """
+    of_stage = dict(chain.from_iterable(text.items() for text in texts))
     leaves = [(of_stage[str(stage)], part.leaf) for stage, part in sorted(parts.items())]
-    return sum_up([of_text(text, leaf.shape, leaf.dtype) for text, leaf in leaves], parts)
+    return to_text(sum_up([of_text(text, leaf.shape, leaf.dtype) for text, leaf in leaves], parts))
 
 
 class Owned:

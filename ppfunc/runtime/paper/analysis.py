@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from ppfunc.stage.program import Example, StageProgram
 from ppfunc.stage.tree import tree_map
 
 from ..lowering.lower import BATCH, LoweredStage, LoweredStep
-from ..lowering.results import StepResult, collect, shape_of_sum
+from ..lowering.results import StepResult, collect, form_of_sum
 from ..lowering.stage_programs import StagePrograms
 from ..ports.protocols import LossPart, Transport
 from ..running.compile import CompiledStep, build_programs, compile_step
@@ -294,8 +294,8 @@ def shapes_of(lowered: LoweredStep, arguments: StepArguments, parts: Mapping[int
     result = collect(lowered, [arguments], buffers)
     if not parts:
         return result
-    dtype = reduce(torch.promote_types, (part.leaf.dtype for part in parts.values()))
-    total = torch.empty(shape_of_sum(parts), dtype=dtype, device="meta")
+    shape, dtype = form_of_sum(parts)
+    total = torch.empty(shape, dtype=dtype, device="meta")
     if "losses" in lowered.spec.wants:
         return result._replace(loss=total[0], losses=total[1:])
     return result._replace(loss=total)

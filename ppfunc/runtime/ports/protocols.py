@@ -497,7 +497,7 @@ class Transport(Protocol):
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
-        changed: str = "",
+        changed: Mapping[str, str] = {},
     ) -> torch.Tensor | None:
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 
@@ -509,7 +509,7 @@ class Transport(Protocol):
             parts: the form of the losses of all ranks, the same everywhere; empty where there is no loss.
             mode: mode of the modules of this process.
             compared: comparisons that the devices of this process have made.
-            changed: what its stages read beside arguments, and has changed, see `require_same_changes`.
+            changed: changes of values that its stages read beside arguments, by name of the stage.
 
         Raises:
             AgreementError: a comparison shows a difference; or the modules of one rank are in training mode,

@@ -4,7 +4,6 @@ inprocess.py      InProcess      all ranks in one process: a message is an entry
                   OnPaper        those of a mesh whose processes do not exist: lowered, never run
 p2p.py            P2P            one process per rank: its control half is ``control/control.py``
   pair_groups.py    PairGroups     messages from one rank to another, a communicator per route
-  opening.py        pair_up        pairs up the calls of all ranks; wrong arguments are refused then
                     open_groups    opens the communicators of routes and axes, in one order on all ranks
   mapped.py         open_mapped    a route between processes of one host, through memory
 """

@@ -55,7 +55,7 @@ class InProcess(Transport):
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
-        changed: str = "",
+        changed: Mapping[str, str] = {},
     ) -> torch.Tensor | None:
         for values, require in compared:
             require(values)
@@ -135,7 +135,7 @@ class OnPaper(InProcess):
         transport = ppfunc.OnPaper(mesh=mesh, axes=ppfunc.Axes("pp", data="dp"), shard="params")
 
     Args:
-        mesh, axes, shard: as of :class:`P2P`.
+        mesh, axes, shard: arguments as of :class:`P2P`.
 
     Raises:
         TypeError, ValueError: as :class:`P2P`.

@@ -24,7 +24,7 @@ from weakref import finalize, ref
 
 import torch
 
-from ..control.socket_links import SocketLinks
+from ..control.links import SocketLinks
 from ..values.buffers import Leaves
 from ..values.errors import LinkError
 
@@ -60,8 +60,9 @@ class _RouteEnd:
     """Holds one end of a route.
 
     Args:
-        links, peer: of the transport, and the rank at the other end.
-        descriptors: of the file and of the ends of the pipes, closed with this object.
+        links: links of the transport.
+        peer: rank at the other end.
+        descriptors: descriptors of the file and of the ends of the pipes, closed with this object.
     """
 
     _memory: int
@@ -106,7 +107,10 @@ class _RouteEnd:
         return _RECORD.iter_unpack(data)
 
     def _write(self, *slots: _Slot) -> bool | None:
-        """Write slots, after those that are left; None if the pipe is full."""
+        """Write slots, after the slots that are left.
+
+        Returns:
+            True, or None if the pipe is full."""
         self._unwritten.extend(slots)
         try:
             while self._unwritten:
@@ -128,7 +132,7 @@ class _RouteEnd:
 
 
 class Sender(_RouteEnd):
-    """Sends messages, each in the smallest free slot that holds it, or in a new one.
+    """Sends messages, each in the smallest free slot that holds it, or in a new slot.
 
     No slot has over four times the bytes of its message. There are as many as messages have been under way at
     a time, of about each size. Free ones are given up when a larger message needs a new one, and when 1 to 2
@@ -247,7 +251,7 @@ def open_mapped(
 
     Args:
         links: carry what they tell each other.
-        name: of the route, the same at both.
+        name: name of the route, the same at both.
 
     Raises:
         LinkError: a rank has failed, is gone or late.

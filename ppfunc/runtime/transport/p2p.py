@@ -1,8 +1,9 @@
 """Carry messages between ranks in separate processes, point to point, over torch.distributed."""
 
+import threading
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -11,21 +12,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ppfunc._checks import naming_arguments
-from ppfunc.stage.device import download, record_sleeping_event
+from ppfunc._checks import naming_arguments, require_type
+from ppfunc.stage.device import record_sleeping_event
 from ppfunc.stage.process import hold_interrupts
 
 from ..control.connections import in_thread
 from ..control.control import Control
-from ..control.failures import Answer
-from ..control.rendezvous import Rendezvous
-from ..control.socket_links import SocketLinks
+from ..control.links import Rendezvous, SocketLinks
+from ..control.tree import Answer
 from ..ports import _torch
-from ..ports.protocols import Among, Axes, Collective, LossPart, Mode, Route, ShardWhat, grid_of, named
-from ..values.buffers import Compared
+from ..ports.protocols import (
+    Among,
+    Axes,
+    Collective,
+    Route,
+    ShardWhat,
+    grid_of,
+    named,
+    require_shardable,
+)
 from ..values.errors import CLOSED, Failure, LinkError
-from .opening import Opening, open_groups, pair_up, require_group
-from .pair_groups import PairGroups, lost
+from .pair_groups import Opening, PairGroups, lost, open_groups
 
 
 class P2P(Control):
@@ -76,16 +83,16 @@ class P2P(Control):
         group: an initialised process group; its ranks, in order, are the ranks of the pipeline. The default
             group where none is given.
         timeout: seconds to wait for a peer; that of the group where none is given.
-        mesh: in the place of a group, a mesh whose ranks train together.
+        mesh: mesh whose ranks train together, in the place of a group.
         axes: the names of its axes; ``Axes()``, which has one, where none is given.
         mapped: whether messages take memory, not gloo, where two processes of a host can map it, on Linux.
             It holds each until it is received, not until the sender has waited, and keeps what held the most
             at a time until 1,000 to 2,000 messages of the same route have not needed it.
-        shard: what a :class:`ppfunc.Trainer` cuts over the data ranks. ``"optimizer"``: each data rank keeps
-            a shard of the optimizer's state and updates its shard of the parameters, which are then gathered.
-            ``"params"``: each data rank also keeps a shard of the parameters. Each stage is gathered before
-            it computes and freed afterwards, at most two at a time. Numbers agree with ``"none"`` to
-            rounding. Parameters that cannot be cut evenly are whole on every rank.
+        shard: state that a :class:`ppfunc.Trainer` cuts over the data ranks. ``"optimizer"``: each data rank
+            keeps a shard of the optimizer's state and updates its shard of the parameters, which are then
+            gathered. ``"params"``: each data rank also keeps a shard of the parameters. Each stage is
+            gathered before it computes and freed afterwards, at most two at a time. Numbers agree with
+            ``"none"`` to rounding. Parameters that cannot be cut evenly are whole on every rank.
 
     Raises:
         RuntimeError: torch.distributed has not been initialised, or this process is not in the group.
@@ -108,9 +115,9 @@ class P2P(Control):
     ) -> None:
         try:
             with hold_interrupts():
-                rendezvous = pair_up(group, timeout, mesh)
+                rendezvous = _pair_up(group, timeout, mesh)
                 with nullcontext() if rendezvous is None else rendezvous.opening():
-                    require_group(group, timeout, mesh, axes, shard)
+                    _require_group(group, timeout, mesh, axes, shard)
                     assert rendezvous is not None
                     self._open(rendezvous, mesh, axes or Axes(), mapped)
                     self.shard: ShardWhat = shard
@@ -154,7 +161,7 @@ class P2P(Control):
                 _let_go(failure.cause)
 
     def _explained(self, cause: BaseException) -> BaseException:
-        """Translate an error of a backend into one that names the peer.
+        """Translate an error of a backend into an error that names the peer.
 
         If a connection has ended, wait a while for a failure to be published: it says who is gone, or why.
         """
@@ -230,22 +237,6 @@ class P2P(Control):
             ended += [_torch.forget_group(self.mesh, axis) for axis in groups]
         groups.clear()  # the last references are dropped aside
         _torch.drop_aside(ended)
-
-    def end(
-        self,
-        losses: Mapping[int, torch.Tensor],
-        parts: Mapping[int, LossPart],
-        mode: Mode = "mixed",
-        compared: Sequence[Compared] = (),
-        changed: str = "",
-    ) -> torch.Tensor | None:
-        if self._queued:  # they are there with the end of the step
-            losses = {stage: download(loss) for stage, loss in losses.items()}
-            compared = [each._replace(values=download(each.values)) for each in compared]
-        total = super().end(losses, parts, mode, compared, changed)
-        if self.links.closed:  # by another thread, which has left this to the step
-            self.disconnect()
-        return total
 
     def close(self) -> None:
         """End all connections: peers that still use this transport raise. Idempotent.
@@ -333,6 +324,81 @@ class P2P(Control):
             self._aborts.begin([*ended, *self._in_stages()])
             self._aborts.wait()
         return ended
+
+
+def _pair_up(group: Any, timeout: float | None, mesh: DeviceMesh | None) -> Rendezvous | None:
+    """Pair up this call with the calls of all ranks.
+
+    Each call of a rank counts, also a call that is refused: else later calls would not meet.
+
+    Returns:
+        The rendezvous, or None if the ranks are not known.
+    """
+    if not dist.is_available() or not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
+        return None
+    ranks = mesh.mesh.flatten().tolist() if isinstance(mesh, DeviceMesh) else None
+    if ranks is not None and dist.get_rank() not in ranks:
+        return None
+    shared: Any = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+    if lacking := _torch.lacking(shared):
+        raise ValueError(
+            f"P2P got a process group with the backend {_torch.backend_of(shared)!r}, which lacks {lacking};"
+            " make one with torch.distributed.new_group(backend='gloo') and give it as P2P(group), or lower a"
+            " trainer over 'fake' by OnPaper(mesh=mesh, axes=axes)"
+        )
+    return Rendezvous("ppfunc/transports", shared, timeout if _is_limit(timeout) else None, ranks)
+
+
+def _is_limit(timeout: object) -> bool:
+    """Tell whether this is a limit of time: None, or seconds that a lock can wait."""
+    return timeout is None or (
+        isinstance(timeout, int | float)
+        and not isinstance(timeout, bool)
+        and 0 < timeout <= threading.TIMEOUT_MAX
+    )
+
+
+def _require_group(
+    group: dist.ProcessGroup | None,
+    timeout: float | None,
+    mesh: DeviceMesh | None,
+    axes: Axes | None,
+    shard: ShardWhat,
+) -> None:
+    """Raise where these arguments of :class:`P2P` are wrong, or do not go together."""
+    outside: Any = dist.GroupMember.NON_GROUP_MEMBER if dist.is_available() else None  # a number, or a group
+    wanted = (
+        (
+            "group",
+            None if group is outside else group,
+            dist.ProcessGroup,
+            "a group, or none after init_process_group(backend) of torch; P2P(mesh=mesh) takes a mesh",
+        ),
+        ("mesh", mesh, DeviceMesh, "a DeviceMesh, such as torch's init_device_mesh makes"),
+        ("axes", axes, Axes, "ppfunc.Axes('pp', data='dp')"),
+    )
+    for name, value, kind, expected in wanted:
+        require_type(name, value, kind | None, expected)
+    if not _is_limit(timeout):
+        raise ValueError(
+            f"timeout: got {timeout!r}, expected seconds, more than 0 and at most {threading.TIMEOUT_MAX:g}"
+        )
+    if group is not None and mesh is not None:
+        raise ValueError(
+            "P2P got a process group and a mesh; expected P2P(group), or P2P(mesh=mesh, axes=axes)"
+        )
+    if axes is not None and mesh is None:
+        raise ValueError(f"axes: got {axes}, and no mesh that has them; give mesh= as well")
+    require_shardable(axes, shard)
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "P2P got no process group; call torch.distributed.init_process_group first, or use InProcess()"
+        )
+    if group is outside or (mesh is not None and dist.get_rank() not in mesh.mesh):
+        what = "process group" if mesh is None else "mesh"
+        raise RuntimeError(
+            f"P2P got a {what} of which this process is not a member; call it on its ranks only"
+        )
 
 
 def _let_go(error: BaseException | None) -> None:

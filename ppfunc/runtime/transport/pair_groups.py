@@ -1,24 +1,31 @@
-"""Carry tensors between pairs of ranks, each way on communicators of its own."""
+"""Carry tensors between pairs of ranks, each way on communicators of its own, and open communicators.
+
+These open in threads, so that a rank that fails, or a frozen store, holds up no other.
+"""
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from ppfunc.stage.device import unique_name
 
-from ..control.rendezvous import Rendezvous
-from ..control.socket_links import SocketLinks, give_way
+from ..control.connections import in_thread
+from ..control.links import Rendezvous, SocketLinks, give_way
 from ..ports import _torch
 from ..ports.protocols import Call, Route, Transfer
 from ..values.buffers import Buffers
 from ..values.errors import LinkError
-from .mapped import Receiver, Sender, aligned, plain
-from .opening import Opening
+from .mapped import Receiver, Sender, aligned, open_mapped, plain
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {
@@ -31,6 +38,8 @@ _PLAIN = {
     torch.int8,
     torch.uint8,
 }
+_CHANNEL = "open"
+_LATER = 30.0  # seconds
 _SMALL = 2**14  # bytes of tensors that travel in one buffer
 _LOST = (
     "Connection closed",
@@ -39,6 +48,23 @@ _LOST = (
     "Connection refused",
     "aborted",
 )  # in messages of backends
+
+
+class Opening(NamedTuple):
+    """Describe a communicator to open.
+
+    Args:
+        name: the same at all members, taken anew after each failure.
+        members: ranks, in the same order at all of them.
+        messages: whether it carries messages from the first of two members to the second, and nothing else;
+            else, sums and gathers.
+        mapped: whether these messages may go through memory that both map.
+    """
+
+    name: str
+    members: Sequence[int]
+    messages: bool = False
+    mapped: bool = False
 
 
 class _PairGroup:
@@ -54,9 +80,9 @@ class PairGroups:
     """Owns the communicators of this rank with others, and knows the messages under way on them.
 
     Args:
-        rendezvous, links: of the transport.
+        rendezvous, links: rendezvous and links of the transport.
         line: the ranks of the pipeline.
-        mapped: as of :class:`P2P`.
+        mapped: whether messages take memory, as of :class:`P2P`.
     """
 
     def __init__(self, rendezvous: Rendezvous, links: SocketLinks, line: Sequence[int], mapped: bool) -> None:
@@ -69,7 +95,7 @@ class PairGroups:
         self.device: torch.device | None = None  # of what is connected
 
     def let_go(self) -> list[_torch.UnderWay]:
-        """Forget all communicators and mapped memory; return what is under way on communicators."""
+        """Forget all communicators and mapped memory; return the operations under way on communicators."""
         under_way = [each for each in self._pending.values() if not isinstance(each, int)]
         self._pending.clear()
         self.device = None
@@ -96,7 +122,7 @@ class PairGroups:
         """Raise ValueError for a device whose tensors are not carried.
 
         Args:
-            place: what uses the device, for the error.
+            place: user of the device, for the error.
         """
         if device.type != self._carried:
             other = next(
@@ -170,11 +196,11 @@ class PairGroups:
         return calls[0] if len(calls) == 1 and not yielding else post_all
 
     def _is_mapped(self, transfer: Transfer) -> bool:
-        """Tell whether a message goes through mapped memory, until its route is opened anew."""
+        """Tell whether a message goes through mapped memory, until its route is opened again."""
         return isinstance(self._pair(transfer).group, Sender | Receiver)
 
     def _mapped_end(self, transfer: Transfer) -> Call:
-        """Make the call that sends a message through mapped memory, or expects one."""
+        """Make the call that sends or expects a message through mapped memory."""
         pair, tag = self._pair(transfer), transfer.tag
 
         def send(buffers: Buffers) -> None:
@@ -186,7 +212,7 @@ class PairGroups:
         return send if transfer.outgoing else expect
 
     def _coalesced(self, batch: list[Transfer]) -> Call:
-        """Post what goes over one communicator as one operation.
+        """Post the messages of a communicator as one operation.
 
         The tensors are there before: a full GPU may hold up what makes them, longer than an abort waits.
         """
@@ -205,9 +231,9 @@ class PairGroups:
         return lambda buffers: prepare(buffers)([])
 
     def _prepared(self, transfer: Transfer) -> Callable[[Buffers], Callable[[list[Any]], None]]:
-        """Make the call that makes the tensors of one end of a message, and the one that posts them.
+        """Make the call that makes the tensors of an end of a message, and returns the call that posts them.
 
-        That one adds its works to a list.
+        The latter adds its works to a list.
         """
         pair, wire, rank = self._pair(transfer), _wire(transfer), self._line[transfer.peer]
         outgoing, tag, _, leaves, device = transfer
@@ -236,7 +262,7 @@ class PairGroups:
         return prepare
 
     def wait(self, transfer: Transfer) -> Call | None:
-        """Make the call that waits for what was posted for a transfer; None where nothing has to be done."""
+        """Make the call that waits for a posted transfer, if there is anything to wait for."""
         outgoing, tag, peer, links = transfer.outgoing, transfer.tag, self._line[transfer.peer], self._links
         pair, forms = self._pair(transfer), [(leaf.shape, leaf.dtype) for leaf in transfer.leaves]
 
@@ -272,10 +298,10 @@ def lost(peer: int, error: BaseException) -> BaseException:
 
 
 def joining(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]] | None:
-    """Return a function that moves small tensors of a list into one buffer, which lives as long as one of
-    them; None for one or two.
+    """Make a function that moves small tensors of a list into a buffer, which lives as long as any of them.
 
-    The function returns the tensors that travel, the buffer first.
+    Returns:
+        The function, which returns the tensors that travel, the buffer first; None for one or two tensors.
     """
     small = {n: leaf for n, leaf in enumerate(transfer.leaves) if 0 < leaf.nbytes <= _SMALL}
     if len(small) < 3:
@@ -294,8 +320,8 @@ def joining(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Ten
 
 
 def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-    """Return the map of a transfer's tensors to those that travel: their bytes for dtypes that backends may
-    not know.
+    """Make the map of a transfer's tensors to the tensors that travel: bytes for dtypes that backends may not
+    know.
     """
     if all(leaf.dtype in _PLAIN and 0 not in leaf.shape for leaf in transfer.leaves):
         return lambda tensors: tensors
@@ -306,3 +332,154 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.reshape(-1).view(torch.uint8)
+
+
+# -- opening communicators
+
+
+class _Addresses(Store):
+    """Serves as the store of a gloo communicator, which leaves its address here and waits for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine: Future[tuple[str, bytes]] = Future()  # its key and its address
+        self._known, self._complete = dict[str, bytes](), threading.Event()
+        self._given_up = False
+
+    def set(self, key: str, value: Any) -> None:
+        self._known[key] = bytes(value)
+        self.mine.set_result((key, bytes(value)))
+
+    def wait(self, keys: Sequence[str], timeout: object = None) -> None:
+        self._complete.wait()
+        if self._given_up:
+            raise ConnectionError("a rank has failed")
+
+    def get(self, key: str) -> bytes:
+        return self._known[key]
+
+    def has_extended_api(self) -> bool:
+        return False
+
+    def complete(self, theirs: dict[str, bytes] | None) -> None:
+        """Add the addresses of all peers and wake the threads that wait; without addresses, by an error."""
+        self._given_up = theirs is None
+        self._known |= theirs or {}
+        self._complete.set()
+
+
+def open_groups(
+    rendezvous: Rendezvous,
+    links: SocketLinks,
+    wanted: Sequence[Opening],
+    device: torch.device,
+    begun: list[Any],
+) -> Iterator[Any]:
+    """Open communicators under the backend of the user's group; yield each in its turn.
+
+    Under gloo, messages between two processes of a host go through memory that both map.
+
+    Args:
+        rendezvous, links: rendezvous and links of the transport.
+        wanted: communicators of this rank, in an order in which no ranks wait in a circle.
+        device: device of the tensors of this rank.
+        begun: a list to which each communicator is added; under NCCL before it connects, so that it can be
+            aborted.
+
+    Raises:
+        LinkError: a rank has failed, is gone or late.
+        RuntimeError: the backend has failed to connect.
+    """
+    links.check()
+    wanted = [one._replace(name=f"{links.generation}/{one.name}") for one in wanted]
+    if rendezvous.queued:
+        yield from open_nccl(rendezvous, links, wanted, device, begun)
+        return
+    for one in wanted:
+        group = open_mapped(links, one.name, one.members, one.mapped) if one.messages else None
+        if group is None and rendezvous.backend != "gloo":
+            peer = one.members[(one.members.index(links.rank) + 1) % len(one.members)]
+            make = partial(_make, rendezvous, one, rendezvous.timeout)
+            group = links.settle(peer, in_thread(make, "opens"))
+        begun.append(group or open_gloo(links, one.name, one.members, rendezvous.timeout))
+        yield begun[-1]
+
+
+def _make(rendezvous: Rendezvous, one: Opening, seconds: float) -> Any:
+    """Make a communicator of a backend other than gloo, whose members meet in the store of the group."""
+    ranks, limit = [rendezvous.ranks[member] for member in one.members], timedelta(seconds=seconds)
+    store, place = PrefixStore(one.name, rendezvous.store), one.members.index(rendezvous.rank)
+    return _torch.communicator(rendezvous.backend, store, ranks, place, limit)
+
+
+def open_nccl(
+    rendezvous: Rendezvous,
+    links: SocketLinks,
+    wanted: Sequence[Opening],
+    device: torch.device,
+    begun: list[Any],
+) -> Iterator[Any]:
+    """Open communicators of NCCL, or of another backend that queues its operations on a device: their members
+    begin all of them side by side, and then connect them in order.
+
+    While one begins, no kernel may wait for a peer: it would hold up what allocates memory.
+    """
+    places = [one.members.index(links.rank) for one in wanted]
+    limit = 2 * rendezvous.timeout + _LATER  # who is late is found first
+    dials: list[tuple[int, Future[Any]]] = []
+    for one, place in zip(wanted, places, strict=True):
+
+        def begin(one: Opening = one) -> Any:
+            group = _make(rendezvous, one, limit)
+            begun.append(group)
+            _torch.begin_nccl(group, device)
+            return group
+
+        dials.append((one.members[(place + 1) % len(one.members)], in_thread(begin, "opens")))
+    groups = [links.settle(peer, dial) for peer, dial in dials]
+    for one, place, group, (peer, _) in zip(wanted, places, groups, dials, strict=True):
+        connect = partial(_torch.connect_nccl, group, place, len(one.members), device, one.messages)
+        links.settle(peer, in_thread(connect, "connects"))
+        yield group
+
+
+def open_gloo(links: SocketLinks, name: str, members: Sequence[int], timeout: float) -> Any:
+    """Open a gloo communicator of some ranks, in the order given, which all come to the same call.
+
+    gloo cannot be interrupted while it connects, and asks an address for minutes whose process has ended: it
+    connects in a thread, which is left alone where a rank fails.
+
+    Args:
+        links: carry the addresses.
+        name: name of the communicator, the same at all members.
+        timeout: seconds for connecting, and then for each operation.
+
+    Raises:
+        LinkError: a rank has failed, is gone or late.
+        RuntimeError: gloo has failed to connect.
+    """
+    place, others = members.index(links.rank), [member for member in members if member != links.rank]
+    peer = members[(place + 1) % len(members)]
+    addresses, limit = _Addresses(), timedelta(seconds=timeout)
+
+    def opened(group: Future[Any]) -> None:
+        if not addresses.mine.done():  # it has failed before, as for lack of descriptors
+            addresses.mine.set_exception(group.exception())
+
+    group = in_thread(lambda: _torch.ProcessGroupGloo(addresses, place, len(members), limit), "opens")
+    group.add_done_callback(opened)
+    try:
+        key, address = links.settle(peer, addresses.mine)
+        for other in others:
+            links.send(other, _CHANNEL, json.dumps([name, key, address.hex()]).encode())
+        addresses.complete(dict(receive_address(links, name, other) for other in others))
+        return links.settle(peer, group)
+    finally:
+        addresses.complete(None)
+
+
+def receive_address(links: SocketLinks, name: str, peer: int) -> tuple[str, bytes]:
+    """Return the address that a peer has sent for this communicator."""
+    theirs, key, address = json.loads(links.recv(peer, _CHANNEL))
+    assert theirs == name, (theirs, name)
+    return key, bytes.fromhex(address)

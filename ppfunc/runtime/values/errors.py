@@ -136,7 +136,7 @@ class LinkError(ConnectionError):
         peer: the rank at the other end.
         kind: ``"gone"`` if it can answer no more, ``"cut"`` if its link has failed and it may live,
             ``"late"`` if it did not answer in time, ``"failed"`` if a failure has been published.
-        reason: one sentence.
+        reason: fault, in a sentence.
     """
 
     def __init__(self, peer: int, kind: str, reason: str = GONE) -> None:
@@ -158,8 +158,13 @@ class FailureRecord(NamedTuple):
     kind: str
 
     @classmethod
-    def of(cls, failure: "Failure", reporter: int, suspect: Callable[[int], tuple[int, str]]) -> Self:
-        """Record a failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late one."""
+    def of(
+        cls,
+        failure: Failure,
+        reporter: int,
+        suspect: Callable[[int], tuple[int, str]] = lambda peer: (peer, ""),
+    ) -> Self:
+        """Record a failure of rank ``reporter``; ``suspect`` finds the rank that holds up a late peer."""
         cause, place = failure.cause, failure.instruction and str(failure.instruction)
         if not isinstance(cause, LinkError) or cause.kind == "failed":
             kind = "disagreement" if isinstance(cause, AgreementError) else "error"
@@ -170,11 +175,6 @@ class FailureRecord(NamedTuple):
         victim += state and f"; {state}"
         where = "" if place is None else f" (rank {failure.rank} was at {place}, step {failure.position})"
         return cls(culprit, None, None, f"{cause.reason}{victim}{where}", reporter, cause.kind)
-
-    @classmethod
-    def lost(cls, error: LinkError, reporter: int) -> Self:
-        """Record that a rank is gone, or cut off."""
-        return cls(error.peer, None, None, error.reason, reporter, error.kind)
 
     @classmethod
     def read(cls, text: str) -> Self:

@@ -6,7 +6,7 @@ One evaluation gives the outline of a stage::
       evaluation    on tensors without values; cond, scan and flex attention as the Python that they equal
       purity        every operator is seen: writes into what the call has not made, draws, and collectives
                     through which a gradient would flow wrongly
-        calls       every operator is noted, for ranks that hold the same stage to compare
+                    every operator is noted, for ranks that hold the same stage to compare
       captures      what the stage reads beside its arguments, for which its outline holds
       output        what it returns beside ``y``, and a loss function as a part of the last stage
 

@@ -2,10 +2,14 @@
 differentiable leaves, for every engine.
 """
 
+import inspect
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
+from hashlib import sha256
+from types import CodeType
 from typing import Any
 
 import torch
@@ -14,20 +18,37 @@ from optree import PyTreeSpec
 from .._torch import (
     ASSIGNS_DATA,
     BackwardCFunction,
+    FakeTensor,
+    OpOverload,
+    TorchDispatchMode,
     UnsupportedOperatorException,
     awaited,
+    dtensor_class,
     estimate,
     function_of,
+    is_wrapped,
+    part_of,
+    schema,
+    storage,
     version,
 )
 from ..errors import StageError, by_dtensor, line_of, other_engine, raised
 from ..frozen import noting_undeclared
 from ..layout import LAY_OTHERWISE, Boundary, local
+from ..operators import draws, tensors_in
 from ..process import hold_interrupts, without_foreign_draws
-from ..program import Example, FlatProgram, Gradients, Leaves, Outline, StageProgram, stage_program
+from ..program import (
+    Example,
+    FlatProgram,
+    Gradients,
+    Leaves,
+    Outline,
+    SeenProgram,
+    StageProgram,
+    stage_program,
+)
 from ..signature import LeafSignature, Signature, differentiable, flatten
 from ..tree import filled, tree_flatten, tree_structure
-from .calls import SeenCalls
 from .captures import Watch
 from .evaluation import (
     DATA_DEPENDENT,
@@ -180,9 +201,9 @@ def _observe(
         (y, y_def), (aux, aux_def) = split_aux(out, has_aux, name)
     require_values(map(local, y + aux), name)
     _require_unchanged(example, trees, arguments, name)
-    calls, untraced = (), None
+    program, untraced = None, None
     if seen is not None:
-        calls = seen.ended(y + aux, filter(_is_own, _histories([t.grad_fn for t in y if t.grad_fn])))
+        program = seen.ended(y + aux, filter(_is_own, _histories([t.grad_fn for t in y if t.grad_fn])))
     if functions.assigns:
         reason = "it assigns to the data of a tensor, which is not traced"
         untraced = reason, f"make a new tensor, or {other_engine('eager')}"
@@ -196,7 +217,7 @@ def _observe(
         untraced,
         tuple(modules.values()),
         undeclared=tuple(dict.fromkeys(undeclared)),
-        calls=calls,
+        program=program,
     )
 
 
@@ -471,3 +492,112 @@ class WithoutCudnn(torch.overrides.TorchFunctionMode):
         recurrent = getattr(func, "__name__", None) in _RECURRENT
         with torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():
             return func(*args, **(kwargs or {}))
+
+
+# -- the program of a stage, for ranks to compare
+
+
+_PLAIN = (
+    bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None), torch.SymInt,
+    torch.SymFloat,
+)  # fmt: skip
+
+
+_NAME = re.compile("\0.*?\0")  # of a tensor, in the text of a call
+_NUMBER = re.compile("\0\\d+\0")  # of the call that has made it
+
+
+class SeenCalls(TorchDispatchMode):
+    """Watches the operators of one evaluation of a stage, for ranks that hold the same stage to compare.
+
+    Operators, attributes and shapes are noted. Left out is what may differ where the program is the same:
+    names of groups, numbers of devices, paths.
+
+    Args:
+        arguments: the tensors that the stage is given, by their paths.
+        sizes: sizes for which the symbols of the arguments stand.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, arguments: Iterable[tuple[str, torch.Tensor]], sizes: Iterable[int] = ()) -> None:
+        super().__init__()
+        arguments = list(arguments)
+        self._names = {storage(t): f"\0{path}\0" for path, t in arguments}
+        self._held: list[Any] = [arguments]  # no later tensor takes the memory of one that has a name
+        self._takes = self._text([*(t for _, t in arguments), *sizes], [])
+        # Texts and constants, with the names of the results, and whether a call counts if nothing reads them.
+        self._calls: list[tuple[str, list[torch.Tensor], set[str], bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, operator = kwargs or {}, schema(func) if isinstance(func, OpOverload) else None
+        names = [a.name for a in operator.arguments] if operator else []
+        given = [value for n, value in enumerate(args) if names[n : n + 1] != ["group_name"]]
+        named = [(name, value) for name, value in sorted(kwargs.items()) if name != "group_name"]
+        constants: list[torch.Tensor] = []
+        text = str(func) + ("" if torch.is_grad_enabled() else " without gradient")
+        text += self._text(given + named, constants)
+        results = func(*args, **kwargs)
+        self._held.append(results)
+        number = f"\0{len(self._calls)}\0"
+        made = {self._names.setdefault(storage(t), number) for t in tensors_in(results)}
+        counts = operator is None or not operator.returns or draws(func, args, kwargs)
+        self._calls.append((f"{' '.join(sorted(made))} = {text}", constants, made, counts))
+        return results
+
+    def ended(self, results: Sequence[torch.Tensor], functions: Iterable[Any]) -> SeenProgram:
+        """Return the calls that results depend on, the backwards of the user's own Functions, the results.
+
+        What nothing depends on may differ: a mesh looks up the place of this rank by operators.
+        """
+        constants: list[torch.Tensor] = []
+        used = [self._text(results, constants), *sorted(map(_backward_of, functions))]
+        needed = set(_NAME.findall(used[0]))
+        for text, held, made, counts in reversed(self._calls):
+            if counts or made & needed:
+                needed.update(_NAME.findall(text))
+                used.append(text)
+                constants += held
+        numbers: dict[str, str] = {}
+        text = _NUMBER.sub(lambda name: numbers.setdefault(name[0], f"%{len(numbers)}"), "\n".join(used))
+        digest = sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
+        return SeenProgram(self._takes, digest, tuple(constants))
+
+    def _text(self, value: Any, constants: list[torch.Tensor]) -> str:
+        """Write an argument; add to ``constants`` tensors neither given to the stage nor made by it."""
+        if isinstance(value, list | tuple):
+            return f"({', '.join([self._text(inner, constants) for inner in value])})"
+        if isinstance(value, torch.device):
+            return value.type
+        if not isinstance(value, torch.Tensor):
+            return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+        grad = " with gradient" if value.requires_grad else ""
+        tensor = part_of(value) if isinstance(value, dtensor_class()) else value
+        kind = f"{str(tensor.dtype)[6:]}{grad}"
+        if tensor.layout is not torch.strided or tensor.is_nested or is_wrapped(tensor):
+            return kind
+        name = self._names.get(storage(tensor), "constant")
+        if name == "constant" and not isinstance(tensor, FakeTensor):
+            constants.append(tensor)
+        return f"{name}: {kind}{list(tensor.shape)} {tensor.stride()} + {tensor.storage_offset()}"
+
+
+def _backward_of(node: Any) -> str:
+    """Describe the backward of an ``autograd.Function``: its code, and the numbers that its forward keeps."""
+    cls = function_of(node)
+    numbers = {
+        name: kept
+        for name, kept in sorted(vars(node).items())
+        if isinstance(kept, int | float | torch.SymInt | torch.SymFloat)
+    }
+    code = getattr(inspect.unwrap(cls.backward), "__code__", None)
+    return f"backward of {cls.__qualname__} {numbers} {'' if code is None else _code(code)}"
+
+
+def _code(code: CodeType) -> str:
+    """Write a code object without places in files."""
+    constants = [
+        _code(c) if isinstance(c, CodeType) else repr(sorted(map(repr, c)) if isinstance(c, frozenset) else c)
+        for c in code.co_consts
+    ]
+    return f"{code.co_code.hex()} {code.co_names} {constants}"

@@ -63,7 +63,7 @@ def load(
         like: a state of the form to load, such as ``trainer.init(params)``. Its names, shapes and dtypes have
             to be those of the checkpoint, all of them; layouts over a mesh and devices are its own.
         names, group: see :func:`save`.
-        run: of which the checkpoint has to be; by default of any.
+        run: id of the run of the checkpoint; by default of any run.
         partial: patterns of names that only one side may have, as of a shell, alternatives divided by ``|``:
             ``"optimizer.*|step"``. Those of the checkpoint are left out, those of ``like`` stay as they are,
             and a warning lists both. What an optimizer counts and averages is loaded whole or not at all.
@@ -101,7 +101,7 @@ def from_dcp(
     and ``.metadata`` may name nothing but what DCP writes there. There are no digests.
 
     Args:
-        folder: with the file ``.metadata``.
+        folder: folder with the file ``.metadata``.
         like: ``{stage: tree}`` of this process, such as ``split.params``, or any other tree of tensors. Its
             names, shapes and dtypes have to be those of the folder, all of them; layouts and devices are its
             own.
@@ -188,8 +188,8 @@ def _load(
     """Load a state; see :func:`load`.
 
     Args:
-        find: on the first rank, list the folders to try, the latest first.
-        opener: find what a folder holds, and how its tensors are read.
+        find: function that lists the folders to try on the first rank, the latest first.
+        opener: function that finds the contents of a folder, and the way to read its tensors.
     """
     found: list[Any] = []
 

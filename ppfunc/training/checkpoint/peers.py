@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.runtime.control.control import Control
-from ppfunc.runtime.control.rendezvous import Rendezvous
-from ppfunc.runtime.control.socket_links import SocketLinks
+from ppfunc.runtime.control.links import Rendezvous, SocketLinks
 from ppfunc.runtime.values.errors import Failure, PipelineError
 from ppfunc.stage.process import hold_interrupts, this_thread
 

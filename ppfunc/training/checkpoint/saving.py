@@ -85,7 +85,7 @@ def save(
     of ranks; with ``names``, also into other stages.
 
     Args:
-        folder: of all checkpoints of a run, on a disk that all ranks share.
+        folder: folder of all checkpoints of a run, on a disk that all ranks share.
         state: a tree of tensors, numbers and texts, such as a :class:`ppfunc.TrainState`, or a dictionary of
             one and the position in the data.
         keep: number of checkpoints that stay; those of the earliest steps are deleted. None keeps all. A
@@ -142,7 +142,7 @@ def save_async(
     The next one, and the end of the program, wait for it, and warn if it has failed.
 
     Args:
-        folder, state, keep, step, names, group, run: as for :func:`save`.
+        folder, state, keep, step, names, group, run: arguments as for :func:`save`.
 
     Returns:
         The future of the folder. Call ``result`` of the last one before ``destroy_process_group``.
@@ -341,7 +341,7 @@ class Work(NamedTuple):
         contents: the plan of all ranks, without places in files.
         mine: the boxes that this rank writes, by name.
         sums: name, offset and checksum of the boxes of this rank that several leaves hold.
-        facts: in which ranks agree, by name.
+        facts: facts in which ranks agree, by name.
     """
 
     target: Path

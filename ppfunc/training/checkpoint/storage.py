@@ -63,7 +63,10 @@ class Box(NamedTuple):
         )
 
     def __and__(self, other: "Box") -> "Box | None":
-        """Intersect two boxes; None where no element is in both.
+        """Intersect two boxes.
+
+        Returns:
+            The box of the elements in both, or None.
 
         >>> Box((0, 0), (2, 4)) & Box((1, 2), (5, 5)), Box((0,), (2,)) & Box((2,), (1,))
         (Box(offset=(1, 2), shape=(1, 2)), None)
@@ -103,9 +106,9 @@ class Contents(NamedTuple):
     """List the tensors and values of a folder.
 
     Args:
-        tensors, values: by name.
+        tensors, values: contents, by name.
         headers: the parts of files before their tensors; none where there are no digests.
-        step: None for a folder of another library.
+        step: number of the checkpoint; None for a folder of another library.
         run: the id of the run, or None.
         objects: names of what is stored as a pickle, and never read.
     """
@@ -309,7 +312,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     """Write a new safetensors file, and flush it to the disk. Each thread has a single tensor on the host.
 
     Args:
-        tensors: by name, on any device.
+        tensors: tensors by name, on any device.
 
     Returns:
         Offset, size and SHA-256 of the bytes of each tensor, by name, and of the header: ``__metadata__``.
