@@ -574,11 +574,11 @@ OWN = {
 
 
 def raise_own(rank, ranks):
-    armed, raised = Unseen(), [None]
+    armed = Unseen(-1)
 
     def broken(p, x):
-        if armed[0]:
-            raise raised[0]
+        if armed[0] >= 0:
+            raise OWN[[*OWN][armed[0]]][0]
         return dense(p, x)
 
     params, inputs, targets = problem(ranks, 4)
@@ -587,8 +587,9 @@ def raise_own(rank, ranks):
             [dense, broken], squared, pp.gpipe(ranks, 4), transport, engine=pp.engines.functional
         )
         step({rank: params[rank]}, inputs, targets)
-        armed[0], told = rank == 1, {}
-        for kind, (raised[0], _) in OWN.items():
+        told = {}
+        for n, kind in enumerate(OWN):
+            armed[0] = n if rank == 1 else -1
             told[kind] = caught(step, {rank: params[rank]}, inputs, targets)
         return told
 
