@@ -228,8 +228,10 @@ def test_ranks_that_end_a_step_unlike_are_told_and_have_not_ended_it(what):
         "modes": "training on rank 0, evaluation on rank 4",
         "changes": "values that stage 2 reads beside its arguments: rank 4 has changed p = 0.5, rank 5 none",
     }
+    began = time.perf_counter()
     for error in in_threads(7, work):
         assert isinstance(error, AgreementError) and told[what] in str(error)
+    assert time.perf_counter() - began < SOON * busy()  # who takes it for ended waits until the limit
 
 
 def test_ranks_that_have_not_ended_the_same_steps_are_told():

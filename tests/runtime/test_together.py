@@ -586,9 +586,10 @@ def raise_own(rank, ranks):
         step = pp.value_and_grad(
             [dense, broken], squared, pp.gpipe(ranks, 4), transport, engine=pp.engines.functional
         )
-        step({rank: params[rank]}, inputs, targets)
         told = {}
         for n, kind in enumerate(OWN):
+            armed[0] = -1
+            step({rank: params[rank]}, inputs, targets)
             armed[0] = n if rank == 1 else -1
             told[kind] = caught(step, {rank: params[rank]}, inputs, targets)
         return told
