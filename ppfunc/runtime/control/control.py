@@ -198,7 +198,7 @@ class Control:
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
-        changed: Mapping[str, str] = {},
+        changed: Mapping[str, str] | None = None,
     ) -> torch.Tensor | None:
         losses = {stage: download(loss) for stage, loss in losses.items()}  # there once the device is done
         compared = [each._replace(values=download(each.values)) for each in compared]
@@ -212,7 +212,7 @@ class Control:
 
         def conclude(ends: list[Any]) -> str:
             require_same_modes({rank: mode for rank, mode, *_ in ends})
-            require_same_changes({rank: changed for rank, _, changed, _ in ends})
+            require_same_changes({rank: changed or {} for rank, _, changed, _ in ends})
             return add(losses for *_, losses in ends) if parts and not self.has_other_pipelines else ""
 
         ends = self._world.collect(END, (self.links.rank, mode, changed, here))

@@ -497,7 +497,7 @@ class Transport(Protocol):
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
-        changed: Mapping[str, str] = {},
+        changed: Mapping[str, str] | None = None,
     ) -> torch.Tensor | None:
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 

@@ -55,7 +55,7 @@ class InProcess(Transport):
         parts: Mapping[int, LossPart],
         mode: Mode = "mixed",
         compared: Sequence[Compared] = (),
-        changed: Mapping[str, str] = {},
+        changed: Mapping[str, str] | None = None,
     ) -> torch.Tensor | None:
         for values, require in compared:
             require(values)
