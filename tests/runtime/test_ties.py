@@ -203,11 +203,34 @@ def test_a_trainer_is_given_parameters_that_share_memory_as_tied_too():
     assert torch.equal(state.params[0]["table"]["weight"], state.params[3]["head"])
 
 
-def test_views_that_are_no_one_parameter_are_not_told_to_be_tied():
-    w, x = normal(D, D), normal(3 * M, D)
-    step = pp.value_and_grad([lambda p, x: torch.tanh(x @ p)] * 2, squared, pp.gpipe(2, M))
-    with pytest.raises(ValueError, match="share memory; give each a copy of its own"):
-        step({0: w, 1: w.t()}, x, x)
+DECLARE, COPY = "share memory; declare it", "share memory; give each a copy of its own"
+
+
+def sharing():
+    """Parameters of two stages that share memory, and the mend."""
+    w, memory = normal(D, D), normal(8)
+    return {
+        "one tensor": (dict.fromkeys((0, 1), w), DECLARE),
+        "one complex tensor": (dict.fromkeys((0, 1), w.to(torch.complex128)), DECLARE),
+        "a transposed view": ({0: w, 1: w.t()}, COPY),
+        "parts that overlap": ({0: memory[:5], 1: memory[4:]}, COPY),
+    }
+
+
+@pytest.mark.parametrize("what", sharing())
+def test_memory_that_is_shared_is_seen_in_the_first_step_and_in_a_later_one(what):
+    def stage(p, x):
+        return torch.tanh((x * p.sum()).abs())
+
+    shared, told = sharing()[what]
+    apart, x = {s: p.clone() for s, p in shared.items()}, normal(3 * M, D)
+    step = pp.value_and_grad([stage] * 2, squared, pp.gpipe(2, M))
+    for _ in range(2):
+        for given in (shared, shared):
+            with pytest.raises(ValueError, match=told):
+                step(given, x, x)
+        before = step(apart, x, x)
+    assert all(map(torch.equal, leaves(step(apart, x, x)), leaves(before)))
 
 
 def test_tangents_may_be_one_tensor_and_parameters_may_not():
@@ -220,32 +243,8 @@ def test_tangents_may_be_one_tensor_and_parameters_may_not():
     step = pp.hvp(fns, squared, pp.gpipe(2, M))
     shared = step(w, {0: same, 1: same}, x, x)
     assert all(torch.equal(a, b) for a, b in zip(leaves(shared), leaves(step(w, apart, x, x)), strict=True))
-    with pytest.raises(ValueError, match="share memory; declare it"):
+    with pytest.raises(ValueError, match=DECLARE):
         pp.hvp(fns, squared, pp.gpipe(2, M))({0: w[0], 1: w[0]}, apart, x, x)
-
-
-def test_memory_that_is_shared_in_a_later_step_only_is_seen_as_well():
-    w, x = [normal(D, D, seed=s) for s in range(2)], normal(3 * M, D)
-    step = pp.value_and_grad([lambda p, x: torch.tanh(x @ p)] * 2, squared, pp.gpipe(2, M))
-    step({0: w[0], 1: w[1]}, x, x)
-    with pytest.raises(ValueError, match="share memory; declare it"):
-        step({0: w[0], 1: w[0]}, x, x)
-    complex_w = [v.to(torch.complex128) for v in w]
-    step = pp.value_and_grad(
-        [lambda p, x: (x @ p).abs().to(p.dtype)] * 2, lambda y, t: y.abs().sum(), pp.gpipe(2, M)
-    )
-    with pytest.raises(ValueError, match="share memory; declare it"):
-        step({0: complex_w[0], 1: complex_w[0]}, x.to(torch.complex128), x)
-
-
-def test_memory_that_is_shared_by_parameters_that_have_grown_is_seen_as_well():
-    memory, x = normal(8), normal(3 * M, D)
-    step = pp.value_and_grad([lambda p, x: torch.tanh(x * p.sum())] * 2, squared, pp.gpipe(2, M))
-    before = step({0: memory[:4], 1: memory[4:]}, x, x)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="share memory; give each a copy of its own"):
-            step({0: memory[:5], 1: memory[4:]}, x, x)
-    assert all(map(torch.equal, leaves(step({0: memory[:4], 1: memory[4:]}, x, x)), leaves(before)))
 
 
 def test_two_leaves_of_one_name_are_not_confused():
