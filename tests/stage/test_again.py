@@ -218,8 +218,6 @@ def test_names_of_a_split_are_those_of_its_model():
         StageError, match=r"got 'layers\.\*', expected names of modules: h\.0, h\.1, .*Instead"
     ):
         graph(split.stages[1], args, remat={"h.*|layers.*": "full"})
-    with pytest.raises(StageError, match=r"names of modules: it calls none\. .*a predicate chooses"):
-        graph(lambda w, x: w * x, (torch.ones(2), torch.ones(2)), remat={"h": "full"})
     for one_argument in (lambda operator: True, {"h.*": lambda operator: True}):
         with pytest.raises(ValueError, match=r"does not take two arguments, expected \(operator, number\)"):
             graph(remat=one_argument)
@@ -236,6 +234,18 @@ def test_each_stage_has_an_engine_of_its_own():
     assert sizes[1] > 3 * sizes[2]
     with pytest.raises(ValueError, match="got 1 engines, expected one, or 4, one per stage"):
         pp.value_and_grad([stage] * 4, squared, schedule, engine=[graph])
+
+
+def test_parameters_name_places_where_a_stage_calls_no_module():
+    stage, params, x = wide(4)
+    tree = {"h": dict(enumerate(params))}
+    sizes = [
+        graph(lambda p, x: stage(p["h"].values(), x), (tree, x), remat=remat).residual_bytes
+        for remat in ("none", {"h.1|h.3": "full"}, {"h.?": "full"}, {"h.*": "full"})
+    ]
+    assert sizes[0] > sizes[1] > sizes[2] == sizes[3] == 4 * x.nbytes
+    with pytest.raises(StageError, match=r"got 'layers', expected names of parameters: h, h\.0, .*Instead"):
+        graph(lambda p, x: stage(p["h"].values(), x), (tree, x), remat={"layers": "full"})
 
 
 # Memory.

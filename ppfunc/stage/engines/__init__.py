@@ -24,7 +24,7 @@ from ..abstract.evaluation import DATA_DEPENDENT, stand_ins, without_values
 from ..abstract.outline import DifferentiableStage, contiguous, engine
 from ..errors import StageError, by_dtensor, first_line, line_of, other_engine, refuse_own
 from ..program import Engine, Example, FlatProgram, Gradients, Leaves, StageProgram
-from ..signature import differentiable
+from ..signature import differentiable, leaf_names
 
 if TYPE_CHECKING:
     from .tracing.cut import Remat
@@ -80,7 +80,8 @@ def graph(
             first pattern of ``fnmatch`` that matches counts; ``|`` stands between alternatives. ``"full"``
             keeps what enters each such module and what leaves it, a predicate counts within it. Elsewhere
             it is as with ``"cheap"``. Names are those within the model that is split, or the outermost
-            module that the stage calls.
+            module that the stage calls. A stage without modules has the names of its parameters: a call
+            belongs to the parameter that was read last.
         compile: compile each program by inductor (``torch.compile``) when it first runs. Results then agree
             within rounding, no longer bitwise. What inductor has compiled it keeps in its folder on disk.
         dynamic: whether step functions trace once for all sizes of inputs and extras for which a stage takes
@@ -180,7 +181,7 @@ def _graph(
     if any_autocast():
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
-    blocks = cut_for(joint, remat, name)
+    blocks = cut_for(joint, remat, name, leaf_names(example.params))
     flat = programs(blocks, name, compile, _unread(joint, example))
     return flat, residual_bytes(joint, blocks.residuals, name)
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from operator import mul
@@ -254,7 +255,7 @@ _IN_FLIGHT = 4  # microbatches that a stage keeps at once, supposed where blocks
 _ON_CPU, _ELSEWHERE, _COMMUNICATED = 50.0, 500.0, 1000.0
 
 
-def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
+def cut_for(joint: Joint, remat: Remat, name: str, params: Iterable[str] = ()) -> ProgramBlocks:
     """Cut the trace so that the backward computes again as ``remat`` says.
 
     Results of random operators are always kept. No operator runs more than twice; with ``"full"``, where W
@@ -264,6 +265,7 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
         joint: the trace.
         remat: see :func:`~ppfunc.stage.graph`.
         name: the name of the stage in errors.
+        params: the names of the parameters.
 
     Raises:
         StageError: a pattern names nothing.
@@ -272,7 +274,7 @@ def cut_for(joint: Joint, remat: Remat, name: str) -> ProgramBlocks:
         Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     if isinstance(remat, Mapping):
-        return _by_place(joint, remat, name)
+        return _by_place(joint, remat, name, dict(zip(joint.params, params, strict=True)))
     if remat == "cheap":
         return _cheap(joint, set(), repeatable(joint))
     again = set[Node]()
@@ -308,11 +310,11 @@ def _asked(joint: Joint, calls: Iterable[Node], predicate: Predicate) -> set[Nod
     return {n for n in calls if _source(root(n)) in chosen} & repeatable(joint)
 
 
-def _by_place(joint: Joint, remat: Mapping[str, Any], name: str) -> ProgramBlocks:
-    """Compute again the choice for each module; elsewhere cheap results."""
+def _by_place(joint: Joint, remat: Mapping[str, Any], name: str, params: Mapping[Node, str]) -> ProgramBlocks:
+    """Compute again the choice for each module or parameter; elsewhere cheap results."""
     early = early_nodes(joint)
     again, full, cheap = set[Node](), set[Node](), repeatable(joint)
-    for pattern, calls in _stretches(sorted(filter(is_call, early)), remat, name):
+    for pattern, calls in _stretches(sorted(filter(is_call, early)), remat, params, name):
         choice = remat[pattern]
         if choice != "cheap":
             cheap -= calls
@@ -326,41 +328,62 @@ def _by_place(joint: Joint, remat: Mapping[str, Any], name: str) -> ProgramBlock
 
 
 def _stretches(
-    calls: Sequence[Node], patterns: Collection[str], stage: str
+    calls: Sequence[Node], patterns: Collection[str], params: Mapping[Node, str], stage: str
 ) -> Iterator[tuple[str, set[Node]]]:
     """Group the calls of a forward by the modules that patterns name; calls of submodules count.
+
+    In a stage without modules, calls are grouped by the parameters: a call belongs to the parameter that it
+    reads, or else to the parameter that was read last.
 
     Args:
         calls: the calls, in order.
         patterns: patterns, the first that matches counts.
+        params: the names of the parameters, such as ``h.3.w``.
         stage: the name of the stage in errors.
 
     Yields:
-        A pattern, and calls of one module that follow one another.
+        A pattern, and calls of one place that follow one another.
 
     Raises:
         StageError: a pattern matches no name.
     """
-    places = [operator_of(n).meta.get("module") for n in calls]
-    known = {name for place in places if place is not None for name in place.names.values() if name}
-    paths = ["" if place is None else place.name for place in places]
+    modules = [operator_of(n).meta.get("module") for n in calls]
+    known = {name for module in modules if module is not None for name in module.names.values() if name}
+    if of_modules := bool(known):
+        paths = ["" if module is None else module.name for module in modules]
+    else:
+        known = {prefix for name in params.values() for prefix in _prefixes(name)}
+        paths = list(accumulate(calls, partial(_last_read, params), initial=""))[1:]
     for one in (one for pattern in patterns for one in pattern.split("|")):
         if not any(first_match(name, [one]) for name in known):
-            names = limited(", ".join(sorted(known)), 300) or "it calls none"
+            names = limited(", ".join(sorted(known)), 300)
             raise StageError(
                 stage,
-                f"remat: got {one!r}, expected names of modules: {names}",
-                "correct the pattern, or give the stages that have such names an engine of their own; of a"
-                " function without modules, a predicate chooses",
+                f"remat: got {one!r}, expected names of {'modules' if of_modules else 'parameters'}: {names}",
+                "correct the pattern, or give the stages that have such names an engine of their own",
             )
 
     def named(path: str) -> tuple[str, str]:
-        inside = [prefix for prefix in accumulate(path.split("."), "{}.{}".format) if prefix in known]
+        inside = [prefix for prefix in _prefixes(path) if prefix in known]
         return next(((p, name) for p in patterns for name in inside if first_match(name, [p])), ("", ""))
 
     for (pattern, _), group in groupby(zip(map(named, paths), calls, strict=True), key=lambda pair: pair[0]):
         if pattern:
             yield pattern, {call for _, call in group}
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield the names on the way to a place.
+
+    >>> list(_prefixes("h.0.mlp"))
+    ['h', 'h.0', 'h.0.mlp']
+    """
+    return accumulate(path.split("."), "{}.{}".format)
+
+
+def _last_read(params: Mapping[Node, str], last: str, call: Node) -> str:
+    """Return the name of the parameter that a call reads, or else of the parameter read last."""
+    return next((params[node] for node in call.all_input_nodes if node in params), last)
 
 
 def repeatable(joint: Joint) -> set[Node]:
