@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import ppfunc as pp
-from ppfunc.cli.console import CommandParser
+from ppfunc.cli.options import CommandParser
 from ppfunc.parallel import Partition, partition_balanced, partition_uniform
 from ppfunc.schedule import BUILDERS, Schedule
 

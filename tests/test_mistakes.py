@@ -64,7 +64,7 @@ MISTAKES = {
     "parameters in a list": (lambda: STEP([{}, {}], INPUTS, TARGETS), "such as split.params, split.state or"),
     "uneven rows": (lambda: STEP(PARAMS, INPUTS[:5], TARGETS[:5]), "ppfunc.Microbatches([...])"),
     "no loss": (lambda: made(loss_fn=lambda y, t: None)(SPLIT.params, INPUTS, TARGETS), "labels are among"),
-    "BatchEncoding": (lambda: pp.split(MODEL, BatchEncoding({"input": INPUTS})), "args={'input_ids': ids}"),
+    "BatchEncoding": (lambda: pp.split(MODEL, BatchEncoding({"input": INPUTS})), "or {'input_ids': ids}"),
     "a state before its folder": (lambda: pp.checkpoint.save(STATE, "no"), "path first, save(folder, state"),
     "a trainer that is saved": (lambda: pp.checkpoint.save("no", TRAINER), "Trainer, expected a tensor"),
     "n_microbatches": (lambda: pp.gpipe(2, n_microbatches=4), "did you mean 'microbatches'?; it takes ranks"),

@@ -173,7 +173,7 @@ E16: a loss, or forward only: test_a_step_without_a_loss_is_refused
 E17: a batch that does not divide: runtime/test_arguments.py::test_a_batch_that_does_not_fit_is_refused_by_the_path_of_its_leaf
 E18: interleaved: schedule/test_builders.py::test_interleaved_1f1b_is_megatrons schedule/test_builders.py::test_as_many_microbatches_as_ranks_are_never_more_than_all_forwards_of_warm_up
 E19: sharded parameters: training/trainer/test_grids.py::test_grids_train_as_one_process
-E20: accumulation: training/test_reducer.py::test_sums_over_microbatches
+E20: accumulation: training/test_buckets.py::test_sums_over_microbatches
 E21: clipping: training/test_norms.py::test_clipping_is_that_of_torch training/test_norms.py::test_parts_combine_to_the_norm_of_the_whole training/trainer/test_grids.py::test_grids_train_as_one_process
 E22: messages together, no waits for the device: schedule/test_place_communication.py::test_the_picture_of_one_f_one_b simulated/test_host_waits.py::test_a_step_between_ranks_waits_at_its_end_alone
 E defect 1: outputs of interleaved stages: test_dictionaries_of_data_and_labels

@@ -199,5 +199,6 @@ def read_call(forms: Sequence[CallForm], x: Any) -> tuple[CallForm, tuple[torch.
         if all(at in other and repr(other[at]) == repr(value) for other in others)
     }
     args = tuple(fixed.get(n) if value is None else value for n, value in enumerate(args))
-    named = {key: value for key, value in fixed.items() if isinstance(key, str)}
-    return CallForm.of(args, named | kwargs, "inputs")
+    named = {key: value for key, value in fixed.items() if isinstance(key, str)} | kwargs
+    order = (*first.arguments()[1], *named)  # as at the split, whose trace then serves
+    return CallForm.of(args, {key: named[key] for key in order if key in named}, "inputs")
