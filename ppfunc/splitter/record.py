@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import _lru_cache_wrapper, partial, wraps
 from pathlib import Path
+from types import ClassMethodDescriptorType
 from typing import Any, NamedTuple
 
 import torch
@@ -531,13 +532,16 @@ def caches_emptied(values: Iterable[Any]) -> Iterator[None]:
 def _replaced(owner: Any, name: str, replace: Callable[..., Any]) -> Iterator[None]:
     """Have this thread call ``replace(original, *args)`` for a function of a class or a module."""
     this, held = threading.get_ident(), vars(owner)[name]
-    original = held.__func__ if isinstance(held, classmethod) else held
+    of_class = isinstance(held, classmethod | ClassMethodDescriptorType)  # of Python, or of C
 
-    @wraps(original)
+    def original(*args: Any, **kwargs: Any) -> Any:
+        return held.__get__(None, args[0])(*args[1:], **kwargs) if of_class else held(*args, **kwargs)
+
+    @wraps(getattr(owner, name))
     def call(*args: Any, **kwargs: Any) -> Any:
         return (partial(replace, original) if threading.get_ident() == this else original)(*args, **kwargs)
 
-    setattr(owner, name, classmethod(call) if isinstance(held, classmethod) else call)
+    setattr(owner, name, classmethod(call) if of_class else call)
     try:
         yield
     finally:
