@@ -125,7 +125,7 @@ class PreDispatchMode(ProxyTorchDispatchMode):
 
 
 def saved_tensor_hooks() -> Any:
-    """Return the innermost hooks on saved tensors, None without any."""
+    """Return the innermost hooks on saved tensors, if there are any."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 

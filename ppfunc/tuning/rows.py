@@ -1,4 +1,4 @@
-"""Hold what `tune` chooses and finds: rows of configurations with their seconds and bytes, ranked."""
+"""Hold the choices and results of `tune`: rows of configurations with their seconds and bytes, ranked."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +25,8 @@ class Choice(NamedTuple):
     Args:
         pipe, data, tensor: ranks of a pipeline, and of the axes over which it has copies, and parts.
         microbatch: rows of a microbatch.
-        remat: of the engine, ``engines.graph(remat=...)``.
-        shard: of the transport, ``P2P(mesh=..., axes=..., shard=...)``.
+        remat: argument of the engine, ``engines.graph(remat=...)``.
+        shard: argument of the transport, ``P2P(mesh=..., axes=..., shard=...)``.
     """
 
     pipe: int
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
     @property
     def grid(self) -> str:
-        """Write the ranks of each axis, without trailing ones."""
+        """Write the ranks of each axis, without trailing axes of size 1."""
         sizes = (self.pipe, self.data, self.tensor)
         return " x ".join(map(str, sizes[: 3 if self.tensor > 1 else 2 if self.data > 1 else 1]))
 
@@ -48,7 +48,7 @@ class Choice(NamedTuple):
 
 
 def grids_of(ranks: int, grids: Any, tensor: object) -> list[Grid]:
-    """List the grids of so many ranks, of those that are asked for; without ``tensor`` no tensor ranks."""
+    """List the requested grids of ``ranks`` ranks; without ``tensor`` they have no tensor ranks."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     every = [(p, d, ranks // p // d) for p in divisors for d in divisors if ranks % (p * d) == 0]
     if grids == "any":
@@ -69,7 +69,7 @@ def grids_of(ranks: int, grids: Any, tensor: object) -> list[Grid]:
 
 
 def axis_sizes(transport: Transport | None, pipe: int) -> Grid:
-    """Return the ranks of each axis of a transport; without a mesh, those of one pipeline of ``pipe``."""
+    """Return the ranks of each axis of a transport; without a mesh one pipeline of ``pipe`` ranks."""
     if transport is None or transport.mesh is None:
         return pipe, 1, 1
     mesh, axes = transport.mesh, transport.axes
@@ -82,7 +82,7 @@ def choices_of(
     ranks: int, batch: int, grids: Sequence[Grid], sizes: Sequence[int] | None,
     remats: Sequence[Any], shards: Sequence[ShardWhat], named: bool,
 ) -> Iterator[Choice]:  # fmt: skip
-    """List what is chosen beside the schedule; rows divide in every grid that is ``named``, else in some."""
+    """List the choices beside the schedule; rows divide in every grid that is ``named``, else in some."""
     powers = [2**n for n in range(batch.bit_length()) if batch % (ranks * 2**n) == 0]
     if sizes is None and not powers:
         raise ValueError(f"batch: got {batch} rows, expected a multiple of the {ranks} ranks, or microbatch=")
@@ -101,17 +101,17 @@ _OVER = 3  # rows of a table that do not fit
 
 
 class Row(NamedTuple):
-    """A configuration, and what it takes on paper.
+    """A configuration, with its seconds and bytes on paper.
 
     Args:
-        choice: all but schedule and cuts.
-        schedule: compute only.
+        choice: choices beside schedule and cuts.
+        schedule: schedule of compute only.
         at: names of the modules that begin the stages after the first.
-        seconds: of a step.
+        seconds: time of a step.
         bound: the least seconds of any order of this placement, without a limit of memory; None if unknown.
         peaks: bytes of every rank of a pipeline.
         fits: whether no rank exceeds the limit.
-        binds: what is short: the bytes, or the time, of which rank.
+        binds: scarce resource in words: the bytes, or the time, of a rank.
         make: ``make(transport=None) -> Trainer``, whose parameters are those of ``pp.split(model, args,
             at=row.at)``. Several pipelines take ``P2P(mesh=mesh, axes=Axes("pp", data="dp"), shard=...)``.
             With tensor ranks it takes ``Axes("pp", data="dp", model="tp")``, and parameters are those of
@@ -135,7 +135,7 @@ class Row(NamedTuple):
 def binding(
     memory: Mapping[int, Memory], timeline: Timeline, seconds: float, at_once: str, fits: bool
 ) -> str:
-    """Say which rank has most of what is short: bytes, or time; or that ranks wait for cores."""
+    """Name the rank that has most of the scarce resource, bytes or time; or say that ranks wait for cores."""
     if fits and seconds > timeline.makespan:
         return f"cores for {at_once} ranks; {timeline.makespan:.4g} s with all"
     if fits:
@@ -151,10 +151,10 @@ class Tuning:
     """The rows that were worked out: those that fit, the fastest first, then the others, the smallest first.
 
     Args:
-        rows: ranked.
-        memory: the limit.
+        rows: rows as ranked.
+        memory: limit in bytes of a rank.
         complete: whether nothing interrupted the search.
-        waiting: how many candidates were left: slower than the rows that fit, or too large by an estimate.
+        waiting: number of candidates left: slower than the rows that fit, or too large by an estimate.
         refused: schedules, grids, tensor ranks and microbatches that fail, with the reasons.
     """
 
@@ -183,7 +183,7 @@ class Tuning:
 
     @property
     def frontier(self) -> tuple[Row, ...]:
-        """List the rows than which none is both faster and smaller, the fastest first."""
+        """List the rows that no row beats in both time and bytes, the fastest first."""
         rows = sorted(self.rows, key=lambda row: (row.seconds, max(row.peaks)))
         return tuple(r for n, r in enumerate(rows) if all(max(r.peaks) < max(q.peaks) for q in rows[:n]))
 
@@ -220,10 +220,10 @@ class Tuning:
         return json.dumps(vars(self) | {"rows": rows, "memory": limit}, default=str)
 
     def to_svg(self, *, width: float | None = None) -> str:
-        """Draw the rows as an SVG file, seconds over bytes; those of the frontier have their names.
+        """Draw the rows as an SVG file, seconds over bytes; rows of the frontier have their names.
 
         Args:
-            width: in pixels from 720 to 100000; by default 900.
+            width: width in pixels, from 720 to 100000; by default 900.
         """
         points = [
             Point(max(r.peaks), r.seconds, "point" + " over" * (not r.fits), str(r) * (r in self.frontier))

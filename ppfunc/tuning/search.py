@@ -112,7 +112,7 @@ class Configurations:
             yield found.schedule.name
 
     def _try(self, what: str, step: Callable[..., Any], *args: Any) -> Any:
-        """Take a step; note what it refuses, which raises where nothing is found at all."""
+        """Take a step, and note its refusal, which raises where nothing is found at all."""
         if what not in self.refused:
             try:
                 return step(*args)
@@ -201,7 +201,7 @@ class Configurations:
             self._plan(found, peaks)
 
     def _plan(self, like: Simulated, peaks: tuple[int, ...]) -> None:
-        """Plan for the memory that ranks have left beside what they hold in a schedule of this placement."""
+        """Plan for the memory that ranks have left beside their other tensors under this placement."""
         schedule, kept = like.schedule, like.timeline.peak_activations
         left = [self._memory - p + a for p, a in zip(peaks, kept, strict=True)]
         one = [
@@ -233,7 +233,7 @@ class Configurations:
 
 @contextmanager
 def _fake_group(ranks: int) -> Iterator[None]:
-    """Make the default process group of torch a fake one, over which meshes are made."""
+    """Make a fake default process group of torch, over which meshes are made."""
     if dist.is_initialized():
         raise ValueError(
             "tune: got a process that has a process group, expected none: a search makes a fake one;"

@@ -48,10 +48,10 @@ class Cuts:
     """Holds a model in stages, which all candidates share.
 
     Args:
-        model: or a split of it, whose cuts stay.
-        args: its inputs, of some rows.
-        sizes: rows of a call that cuts it: the most with which it runs.
-        lay: lays the model over tensor ranks; None without them.
+        model: model, or a split of it, whose cuts stay.
+        args: inputs of the model, of some rows.
+        sizes: rows of the calls that cut the model, of which the largest number that runs counts.
+        lay: function that lays the model over tensor ranks, if there are any.
     """
 
     def __init__(self, model: Module | Split, args: Any, sizes: Iterable[int], lay: Lay | None) -> None:
@@ -64,7 +64,7 @@ class Cuts:
         self.axis = f"tensor ranks of search {uuid4()}"
 
     def split(self, stages: int | None, tensor: int) -> Split:
-        """Split into so many stages, or into as few as there may be, whole or over tensor ranks on paper."""
+        """Split into ``stages`` stages, or as few as possible, whole or over tensor ranks on paper."""
         given = self._given
         parts = given if isinstance(given, Split) else self._cut(given, stages or 1)
         if stages not in (None, len(parts.stages)):
@@ -118,7 +118,7 @@ def _ties(model: Module) -> set[tuple[str, ...]]:
 
 
 def rows_of(tree: Any, rows: int) -> Any:
-    """Return so many rows of a batch, which begin anew after the last; values other than tensors stay."""
+    """Repeat or cut a batch to ``rows`` rows, cyclically; leaves that are no tensors stay."""
 
     def taken(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -193,7 +193,7 @@ def times_of(
 
 
 def concurrency_of(model: torch.nn.Module | Split, cores: float | None, speeds: Speeds) -> float:
-    """Return how many ranks can compute at one time; ``cores`` are those of :func:`ppfunc.tune`."""
+    """Return the number of ranks that can compute at one time; ``cores`` as in :func:`ppfunc.tune`."""
     if cores is None:
         here = speeds is None and not any(accelerates(leaf.device) for leaf in parameters_of(model))
         mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -207,7 +207,7 @@ def parameters_of(model: torch.nn.Module | Split) -> list[Any]:
 
 
 def seconds_of(timeline: Timeline, costs: Costs, at_once: float) -> float:
-    """Return the seconds of a step of which so many ranks compute at one time, and the others in turn.
+    """Return the seconds of a step if ``at_once`` ranks compute at one time, and further ranks in turn.
 
     While more would be computed, sent, or added up at one time, all of it takes longer in proportion.
     """

@@ -74,9 +74,10 @@ def tune(
     Args:
         model: any module, which :func:`ppfunc.split` cuts into balanced stages, or a split, whose cuts stay;
             for ``speeds`` also on ``meta``.
-        args, targets: of some rows, as for ``pp.split`` and ``loss_fn``; they are repeated to fill a batch.
-        ranks: of all pipelines together.
-        optimizer, options: as of :class:`ppfunc.Trainer`.
+        args, targets: arguments of ``pp.split`` and targets of ``loss_fn``, of some rows; they are repeated
+            to fill a batch.
+        ranks: number of ranks, all pipelines together.
+        optimizer, options: arguments of :class:`ppfunc.Trainer`.
         batch: rows of a step, of all pipelines; by default those of ``args``.
         memory: bytes of a rank; by default without limit. Messages count as tensors, though
             ``P2P(mapped=True)`` holds some of them in memory of the host.
@@ -88,18 +89,19 @@ def tune(
         schedules: names of ``ppfunc list``; of one rank, always ``1f1b``.
         microbatch: rows of a microbatch to try; by default the powers of two that leave at least one
             microbatch per rank.
-        remat: of :func:`ppfunc.engines.graph`, the one that computes least again first.
-        shard: of :class:`ppfunc.P2P`, for several pipelines.
+        remat: arguments of :func:`ppfunc.engines.graph`, the least recomputation first.
+        shard: arguments of :class:`ppfunc.P2P`, for several pipelines.
         latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline, data ranks
             and tensor ranks, whose collectives go around a ring; by default messages take no time.
         host: bytes per second between a device and its host, in each direction; None if nothing is to move.
         speeds: floating point operations and bytes per second of a device, over which those of every
             operator are counted; nothing runs then.
-        cores: shared by all ranks, each of which uses as many as torch has threads, also to send and to add
-            up. By default those that this process may use, where stages run on them, else enough.
-        effort: of :func:`ppfunc.plan` for each placement that can be faster by it; 0 for none.
-        top: rows that fit after which the search ends.
-        progress: called after every step of the search, with its name and the best row so far.
+        cores: number of cores that all ranks share, each of which uses as many as torch has threads, also to
+            send and to add up. By default all cores that this process may use, where stages run on them, else
+            enough.
+        effort: effort of :func:`ppfunc.plan` for each placement that can be faster by it; 0 for no plans.
+        top: number of rows that fit after which the search ends.
+        progress: function called after every step of the search, with its name and the best row so far.
 
     Returns:
         The ranked table. Ctrl-C, or a ``KeyboardInterrupt`` from ``progress``, ends the search with the rows
@@ -152,7 +154,7 @@ def _require_options(model: Any, loss_fn: Any, optimizer: Any, options: dict[str
 
 
 def _require_lists(grids: Any, schedules: Any, shard: Any, microbatch: Any, remat: Any) -> None:
-    """Raise ValueError where one thing to try is given for a list of them, or none."""
+    """Raise ValueError where a list to try is empty, or no list."""
     for name, tried, items in (
         ("grids", [grids] if grids == "any" else grids, "tuples, or 'any'"),
         ("schedules", schedules, "names"), ("shard", shard, "those of pp.P2P"),
@@ -174,7 +176,7 @@ def _require_numbers(
     model: torch.nn.Module | Split, memory: float, effort: float, latency: float,
     speeds: Speeds, **more: Any,
 ) -> None:  # fmt: skip
-    """Refuse numbers that cannot be used; ``more`` are positive or None."""
+    """Refuse numbers out of range; ``more`` are positive if they are given."""
     require_number("memory", 0 if memory == inf else memory, mend=", of bytes, such as 80e9")
     require_number("effort", effort)
     require_number("latency", latency)

@@ -43,11 +43,11 @@ class Cost(NamedTuple):
 
 
 class Shown:
-    """Shows what a step function does for some arguments.
+    """Shows the step that a step function runs for some arguments.
 
     Args:
         lowered: the step.
-        programs: builds those of its stages.
+        programs: function that builds the programs of its stages.
 
     Its ``schedule`` has all instructions of the step, such as for :func:`ppfunc.schedule.to_svg`.
     """
@@ -111,8 +111,8 @@ class LoweredFunction(Shown):
 
     Args:
         step: the value that :func:`ppfunc.runtime.lowering.lower` returns.
-        programs, transport: with which it is compiled.
-        runner: makes the function that runs a compiled step.
+        programs, transport: programs of stages and the transport with which the step is compiled.
+        runner: maker of the function that runs a compiled step.
     """
 
     def __init__(
@@ -146,8 +146,8 @@ class CompiledFunction(Shown):
     * RuntimeError: a step has failed since: what the ranks agreed on has to be agreed on again.
 
     Args:
-        step: its calls, and where they come from.
-        run: runs it.
+        step: the compiled step: its calls, and the instructions they come from.
+        run: function that runs the step.
     """
 
     def __init__(self, step: CompiledStep, run: Callable[..., Any]) -> None:

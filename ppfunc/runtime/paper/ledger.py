@@ -1,4 +1,4 @@
-"""Note the storages that live while calls run without values, what for, and the most at once."""
+"""Note the storages that live while calls run without values: their kinds, and the peak of their bytes."""
 
 import weakref
 from bisect import bisect_right
@@ -45,7 +45,7 @@ class Bytes(NamedTuple):
         outputs: kept for the caller: losses, outputs, metrics, aux, the last state.
         updated: new parameters and optimizer state beside the old ones.
         workspace: within a program that runs, until it ends.
-        again: of it, what a backward computes once more.
+        again: share of the workspace that a backward computes once more.
     """
 
     params: int = 0
@@ -67,11 +67,11 @@ class Allocation(NamedTuple):
     """Describe a tensor, or several that share memory.
 
     Args:
-        size: bytes.
+        size: size in bytes.
         kind: a field of :class:`Bytes`.
-        instruction: the one that made it; None for arguments and for results.
-        name: its path, or the operator that has made it.
-        line: of the user's code, ``file:line``, whose operator or gradient it is; without one, as of layers
+        instruction: instruction that made it; None for arguments and for results.
+        name: path of the tensor, or the operator that has made it.
+        line: line of the user's code, ``file:line``, whose operator or gradient it is; else, as for layers
             of torch, the path of the module; empty if unknown.
     """
 
@@ -83,7 +83,11 @@ class Allocation(NamedTuple):
 
     @property
     def stage(self) -> int | None:
-        """Return the stage of the schedule whose instruction made it; None for arguments and for results."""
+        """Return the stage of the schedule whose instruction made the tensor.
+
+        Returns:
+            The number of the stage; None for arguments and for results.
+        """
         return None if self.instruction is None else self.instruction.stage
 
 
@@ -91,9 +95,9 @@ class Moment(NamedTuple):
     """Count bytes in an instruction.
 
     Args:
-        instruction: one of the schedule.
-        most: the most bytes at once while it runs.
-        after: what is there when it has run.
+        instruction: instruction of the schedule.
+        most: peak of the bytes while it runs.
+        after: bytes that are held when it has run, by kind.
     """
 
     instruction: Instruction
@@ -107,12 +111,12 @@ class Memory(NamedTuple):
     Each storage is counted once. Kernels may take more within, and an allocator rounds.
 
     Args:
-        peak: the most at once, with what was given.
-        at: the instruction in which that is; None for the end, when results are made.
-        held: what makes the peak.
-        most: of each kind the most at once.
-        largest: the ten largest tensors at the peak.
-        moments: one per instruction of the schedule, in order.
+        peak: peak of the bytes, arguments included.
+        at: instruction of the peak; None for the end, when results are made.
+        held: bytes at the peak, by kind.
+        most: peak of each kind by itself, in bytes.
+        largest: ten largest tensors at the peak.
+        moments: bytes in every instruction of the schedule, in order.
     """
 
     peak: int
@@ -146,7 +150,7 @@ class Memory(NamedTuple):
 
 
 class Memories(dict[int, Memory]):
-    """Maps ranks to what they hold; its text is a line for each, also where a console shows it."""
+    """Maps ranks to the memory that they hold; the text has a line for each rank, on consoles, too."""
 
     def __repr__(self) -> str:
         """Write of every rank its peak, where that is, the kind with most of it, and the largest tensor."""
@@ -170,7 +174,7 @@ class Memories(dict[int, Memory]):
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """Hold what is known of a storage: ``born`` and ``died`` count the storages that were made before."""
+    """Hold size, kinds and life of a storage: ``born`` and ``died`` count the storages made before."""
 
     size: int
     name: str
@@ -192,10 +196,10 @@ class _Storage:
 
 
 class Ledger(TorchDispatchMode):
-    """Notes the storages that operators make, how long they live, and what for.
+    """Notes the storages that operators make, their lives and their kinds.
 
     Args:
-        device: that counts; what is elsewhere, such as offloaded to the host, has no bytes here.
+        device: device whose bytes count; tensors elsewhere, such as those offloaded to the host, have none.
 
     Attributes:
         live: bytes alive.
@@ -254,7 +258,7 @@ class Ledger(TorchDispatchMode):
         self.live -= storage.size
 
     def make(self, like: torch.Tensor, within: torch.Tensor | None, name: str, again: bool) -> torch.Tensor:
-        """Make a tensor of the form of another, in new memory or in that of a tensor.
+        """Make a tensor like another, in new memory or within the memory of a tensor.
 
         Operators would take several times as long.
         """
@@ -295,7 +299,7 @@ class Ledger(TorchDispatchMode):
                 self._mark(s, kind)
 
     def mark_rest(self, kind: str) -> None:
-        """Mark what the running call has made and leaves behind, and what is of no kind yet."""
+        """Mark the storages of no kind yet that the running call has made and leaves behind."""
         for s in self._storages[self._begun :]:
             if s.died is None and not s.kinds:
                 self._mark(s, kind)

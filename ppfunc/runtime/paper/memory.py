@@ -93,7 +93,7 @@ def _running(ledger: Ledger, devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
-    """Count what a forward keeps of one microbatch, and what its input gradient leaves for W.
+    """Count the bytes that a forward keeps of one microbatch, and that its input gradient leaves for W.
 
     Parameters, extras and the cotangents of the loss are not counted.
     """
@@ -115,7 +115,7 @@ def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
 
 
 def cotangents_of(low: LoweredStage) -> Leaves:
-    """Make gradients of what is differentiated: the activation, the skip connections, the loss."""
+    """Make gradients of the differentiated results: the activation, the skip connections, the loss."""
     leaves = (leaf for part in children(low.outline.y) for leaf in part.leaves if leaf.grad)
     return empty(leaves, low.device)
 
@@ -193,7 +193,7 @@ def _run(
 
 
 def _mark(ledger: Ledger, buffers: Buffers, instruction: Instruction, model_stage: int) -> None:
-    """Mark what an instruction leaves behind by where it is kept."""
+    """Mark the tensors that an instruction leaves behind, by the buffers that keep them."""
     key: Any = instruction.stage, instruction.microbatch
     pending = chain.from_iterable(buffers.pending.values())
     ledger.mark("shards", buffers.shards.get(model_stage, ()))
@@ -243,7 +243,7 @@ class _OnPaper(TracedFunction):
         return write(self.recipe._replace(block=block))
 
     def _only_make(self, node: Node) -> None:
-        """Let a call make its results, in new memory or in that of its arguments."""
+        """Let a call make its results, in new memory or in the memory of its arguments."""
         value: Any = node.meta.get("val")
         several, name = "results" in node.meta, _name(node)
         forms = [form if isinstance(form, torch.Tensor) else None for form in (value if several else [value])]
@@ -260,7 +260,7 @@ class _OnPaper(TracedFunction):
 
 
 def _name(node: Node) -> str:
-    """Name the operator of a call, and the user's line of it, of its forward, or of what it reads.
+    """Name the operator of a call, and the user's line of the call, of its forward, or of its arguments.
 
     Where no line is known, the path of the module is in its place.
     """
