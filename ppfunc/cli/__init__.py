@@ -1,7 +1,6 @@
 """Run the command ``ppfunc``: schedules, grids of processes and partitions of layers, without torch.
 
-A subcommand is a function from its options to an exit code and a text. It takes the options that it honours
-out of the dictionary; what is left is refused, before anything is printed.
+A subcommand takes the options that it honours; what is left of them is refused, before anything is printed.
 
 Exit codes: 0 on success; 1 for a wrong schedule; 2 for a bad command line: unknown names, options that
 do not fit, files that cannot be read or written.
@@ -16,10 +15,8 @@ from ppfunc._checks import limited
 from ppfunc.schedule.collector import collector_paused
 from ppfunc.schedule.errors import ScheduleError
 
-from .options import CommandParser, Options, option, printable, write
-from .parallel import add_parallel
-from .schedule import add_schedules
-from .search import add_searches
+from .commands import COMMANDS
+from .options import CommandParser, Options, add_options, option, printable, write
 
 _LONGEST = 4000  # characters of an error, such as a grid with a mark
 
@@ -40,8 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ppfunc {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (add_schedules, add_searches, add_parallel):
-        add(commands)
+    for name, command in COMMANDS.items():
+        described = commands.add_parser(
+            name, help=command.help, description=command.description, example=command.example
+        )
+        add_options(described, command.options, command.unit)
     values = vars(parser.parse_args(argv)).items()
     return _run({name: value for name, value in values if value is not None and value is not False})
 
@@ -54,7 +54,7 @@ def _run(options: Options) -> int:
         if out and not out.parent.is_dir():
             raise ValueError(f"--out {out}: no directory {out.parent}, make it first")
         code: int
-        code, text = options.pop("run")(options)
+        code, text = COMMANDS[command].run(options)
         out = options.pop("out", None)
         if options:
             raise ValueError(f"{option(next(iter(options)))} changes nothing here: leave it out")

@@ -1,5 +1,5 @@
-"""Declare and read the options that subcommands share: a schedule, built or read, and costs of its stages;
-write what they print.
+"""Declare and read the options of subcommands: a schedule, built or read, and costs of its stages; write
+what they print.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ppfunc._checks import limited, suggestion
 from ppfunc.schedule import Costs, FormatError, Schedule, Timeline, check, find_builder
@@ -20,7 +20,7 @@ from ppfunc.schedule.planner.overview import fitted
 
 Options = dict[str, Any]
 """The options on a command line by name, as ``max_activations``."""
-_MOST, _FORWARDS = 1_000_000, 500_000  # of a count; of a schedule that is built in seconds
+_FORWARDS = 500_000  # of a schedule that is built in seconds
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -76,45 +76,137 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def number(text: str) -> float:
-    """Read a number; whole numbers stay whole, so that sums of them are exact.
+def _reading(expected: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """Decorate a reader of text to be a type of ``argparse``, whose errors say what was expected."""
 
-    Raises:
-        ValueError: ``text`` is not a finite number up to 1e100.
+    def decorated(read: Callable[[str], Any]) -> Callable[[str], Any]:
+        def kind(text: str) -> Any:
+            try:
+                return read(text)
+            except ValueError:
+                raise argparse.ArgumentTypeError(f"expected {expected}, got {limited(text, 20)!r}") from None
 
-    >>> number("3"), number("0.5")
-    (3, 0.5)
-    """
+        return kind
+
+    return decorated
+
+
+@_reading("a whole number up to a million")
+def _count(text: str) -> int:
+    value = int(text)
+    if abs(value) > 1_000_000:
+        raise ValueError
+    return value
+
+
+def _plain_number(text: str) -> float:
+    """Read a number; whole numbers stay whole, so that sums of them are exact."""
     value = float(text) if not text.strip().lstrip("+-").isdigit() else int(text)
     if not abs(value) <= 1e100:
         raise ValueError
     return value
 
 
-def numbers(text: str) -> Any:
-    """Read one number, or several apart by commas.
+_number = _reading("a number up to 1e100")(_plain_number)
 
-    >>> numbers("2"), numbers("1,2,0.5")
-    (2, (1, 2, 0.5))
-    """
-    values = tuple(number(part) for part in text.split(","))
+
+@_reading("a number up to 1e100, or several apart by commas")
+def _numbers(text: str) -> Any:
+    values = tuple(map(_plain_number, text.split(",")))
     return values if len(values) > 1 else values[0]
 
 
-def count(text: str) -> int:
-    """Read a whole number of things that can be counted out."""
-    value = int(text)
-    if abs(value) > _MOST:
-        raise argparse.ArgumentTypeError(f"expected a whole number up to {_MOST}, got {limited(text, 20)}")
-    return value
+@_reading("a whole number or a range such as 1..4")
+def chunk_range(text: str) -> Any:
+    """Read a number of chunks, or a range of them."""
+    first, dots, last = text.partition("..")
+    return range(int(first), int(last) + 1) if dots else int(first)
 
 
-_KINDS: dict[str, tuple[Callable[[str], Any], str]] = {
-    "ranks": (count, "P"), "microbatches": (count, "M"), "chunks": (count, "V"), "cap": (number, "K"),
-    "order": (str, "source|head"), "effort": (number, "N"), "memory": (number, "N"), "out": (Path, "FILE"),
-    "weights": (numbers, "X,X..."), "input_weight": (number, "X"), "output_weight": (number, "X"),
-}  # fmt: skip
-_OF_BUILDERS = {
+COSTS = {
+    "forward": "time of a forward; default 1",
+    "backward": "time of a whole backward, in place of its parts, each of which takes half",
+    "backward_input": "time of an input gradient; default 1",
+    "backward_weight": "time of a weight gradient; default 1",
+    "overlapped": "time of an overlapped pair; default: the sum of its parts",
+    "communication": "latency of a message; default 0",
+    "bytes": "size of a message; default 0",
+    "bandwidth": "bytes of a message per unit of time; default: no limit",
+    "activation": "memory that a forward keeps for its backward; default 1",
+    "weight_share": (
+        "share of it that is held from the input to the weight gradient; default 0 (zero_bubble, zbv_greedy"
+        " without costs: 1)"
+    ),
+    "recompute": "time of a forward that runs again; default: as the first; a plan recomputes where given",
+    "checkpoint": "memory that a forward keeps to run again; default 0",
+    "offload": "time to copy an activation to the host; default 0; a plan offloads where given",
+    "fetch": "time to copy it back; default: that of --offload",
+    "parameters": "memory that a stage takes all the time; default 0",
+    "unshard": "time of a gather of parameters, beside compute; default 0",
+    "reduce_tied": "time of a sum over tied places, beside compute; default 0",
+    "reduce_grad": "time of a sum over data ranks, beside compute; default 0",
+    "step": "time of an optimizer step; default 0",
+}
+_POSITIONAL = ("name", "names", "source")
+_KINDS: dict[str, dict[str, Any]] = {
+    **{key: {"type": _numbers, "metavar": "X[,X...]"} for key in COSTS},
+    "weights": {"type": _numbers, "metavar": "X,X..."},
+    **{key: {"type": _number, "metavar": "X"} for key in ("input_weight", "output_weight")},
+    "ranks": {"type": _count, "metavar": "P"},
+    "microbatches": {"type": _count, "metavar": "M"},
+    "chunks": {"type": _count, "metavar": "V"},
+    "cap": {"type": _number, "metavar": "K"},
+    **{key: {"type": _number, "metavar": "N"} for key in ("effort", "memory")},
+    "order": {"metavar": "source|head"},
+    **{key: {"type": Path, "metavar": "FILE"} for key in ("out", "costs")},
+    **{key: {"action": "store_true"} for key in ("json", "lowered", "allow_empty")},
+    **{key: {} for key in ("format", "for", "per", "placement", "objective", "axes", *_POSITIONAL)},
+}
+
+
+def add_options(
+    parser: argparse.ArgumentParser, options: Mapping[str, str | Mapping[str, Any]], unit: str
+) -> None:
+    """Add the options of a subcommand.
+
+    Args:
+        options: by name, the meaning for the help, or arguments of ``add_argument``.
+        unit: thing that a cost without commas is for; the help of the costs says it.
+    """
+    costs = (
+        parser.add_argument_group("costs", f"one number for {unit}, or one per stage, as in 1,2,1,1")
+        if unit
+        else parser
+    )
+    for name, given in options.items():
+        kind = _KINDS.get(name, {"type": _count, "metavar": "N"})
+        place = costs if name in ("per", "costs", *COSTS) else parser
+        place.add_argument(
+            name if name in _POSITIONAL else option(name),
+            **kind | ({"help": given} if isinstance(given, str) else dict(given)),
+        )
+
+
+def cost_options(per: str | None = "stage") -> dict[str, Any]:
+    """Return an option per argument of ``Costs``, ``--costs`` for a file, and ``--per``.
+
+    Args:
+        per: default of ``--per``, for the help; None for a command that has one unit.
+    """
+    meaning = "what one number is for: a stage, or a rank's share of the model, as in compare"
+    units = {"per": {"choices": ("stage", "rank"), "help": f"{meaning}; default: {per}"}}
+    file = {"costs": "JSON as Costs.to_json writes it, such as of pp.measure, or as plan --json does"}
+    return (units if per else {}) | file | COSTS
+
+
+SOURCE = {
+    "name": {
+        "metavar": "NAME|FILE",
+        "help": (
+            "a name of `ppfunc list`, a file (CSV, also of torch.distributed.pipelining, JSON or trace), or -"
+            " for standard input"
+        ),
+    },
     "ranks": "number of ranks",
     "microbatches": "number of microbatches",
     "chunks": "stages per rank, where that is a choice",
@@ -122,42 +214,8 @@ _OF_BUILDERS = {
     "cap": "memory of a rank in activations (zero_bubble, zbv_greedy)",
     "order": "order of messages (deepspeed_train)",
 }
-
-
-def add_options(parser: Any, required: Collection[str] = (), /, **meanings: str) -> None:
-    """Add options of these names, with their meanings for the help."""
-    for name, meaning in meanings.items():
-        kind, metavar = _KINDS.get(name, (count, "N"))
-        needed = name in required
-        parser.add_argument(option(name), type=kind, metavar=metavar, required=needed, help=meaning)
-
-
-def add_command(
-    commands: Any, name: str, run: Callable[[Options], tuple[int, str]], **texts: str
-) -> CommandParser:
-    """Add a subcommand to the subparsers of a command line.
-
-    Args:
-        run: function from the options to an exit code and a text; it takes the options that it honours.
-        texts: help, description and example.
-    """
-    parser: CommandParser = commands.add_parser(name, **texts)
-    parser.set_defaults(run=run)
-    return parser
-
-
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def add_source(parser: argparse.ArgumentParser) -> None:
-    """Add the name or file of a schedule, and the options with which it is built."""
-    source = (
-        "a name of `ppfunc list`, a file (CSV, also of torch.distributed.pipelining, JSON or trace), or -"
-    )
-    parser.add_argument("name", metavar="NAME|FILE", help=f"{source} for standard input")
-    add_options(parser, **_OF_BUILDERS)
+"""The name or file of a schedule, and the options with which it is built."""
+JSON = {"json": "print one JSON object"}
 
 
 def is_file(name: str) -> bool:
@@ -203,25 +261,17 @@ def require_size(ranks: int, microbatches: int, chunks: int) -> None:
         )
 
 
-class NamedSchedule(NamedTuple):
-    """A schedule that a command line names: a file that was read, or a builder with its options.
-
-    Args:
-        make: function of ``costs``, which returns the schedule.
-        timeline: measured times of a trace, else None.
-        takes_costs: whether the schedule is built for costs.
-    """
-
-    make: Callable[[Costs | None], Schedule]
-    timeline: Timeline | None = None
-    takes_costs: bool = False
-
-
-def find_source(options: Options, proved: bool = True) -> NamedSchedule:
+def find_source(
+    options: Options, proved: bool = True
+) -> tuple[Callable[[Costs | None], Schedule], Timeline | None, bool]:
     """Take the name of a schedule out of the options, with the options of its builder; read a file.
 
     Args:
         proved: whether the schedule of a file is checked.
+
+    Returns:
+        A function of costs that makes the schedule; the measured times of a trace, else None; and whether
+        the schedule is built for costs.
 
     Raises:
         ValueError: an unknown name, a missing number, or no such file.
@@ -236,7 +286,7 @@ def find_source(options: Options, proved: bool = True) -> NamedSchedule:
                 raise ValueError(f"{option(number)}: {name} has {has}; leave the option out")
         if proved:
             check(schedule)
-        return NamedSchedule(lambda costs: schedule, timeline)
+        return lambda costs: schedule, timeline, False
     try:
         build = find_builder(name)
     except ValueError as error:
@@ -247,35 +297,10 @@ def find_source(options: Options, proved: bool = True) -> NamedSchedule:
     chosen = {n: options.pop(n) for n in taken if n in options and n != "costs"}
     chunks = chosen.get("chunks", 2) if "chunks" in taken else 1
     require_size(chosen["ranks"], chosen["microbatches"], chunks)
-    if "costs" in taken:
-        return NamedSchedule(lambda costs: build(**chosen, costs=costs), takes_costs=True)
-    return NamedSchedule(lambda costs: build(**chosen))
+    takes_costs = "costs" in taken
+    return lambda costs: build(**chosen, **{"costs": costs} if takes_costs else {}), None, takes_costs
 
 
-COSTS = {
-    "forward": "time of a forward; default 1",
-    "backward": "time of a whole backward, in place of its parts, each of which takes half",
-    "backward_input": "time of an input gradient; default 1",
-    "backward_weight": "time of a weight gradient; default 1",
-    "overlapped": "time of an overlapped pair; default: the sum of its parts",
-    "communication": "latency of a message; default 0",
-    "bytes": "size of a message; default 0",
-    "bandwidth": "bytes of a message per unit of time; default: no limit",
-    "activation": "memory that a forward keeps for its backward; default 1",
-    "weight_share": (
-        "share of it that is held from the input to the weight gradient; default 0 (zero_bubble, zbv_greedy"
-        " without costs: 1)"
-    ),
-    "recompute": "time of a forward that runs again; default: as the first; a plan recomputes where given",
-    "checkpoint": "memory that a forward keeps to run again; default 0",
-    "offload": "time to copy an activation to the host; default 0; a plan offloads where given",
-    "fetch": "time to copy it back; default: that of --offload",
-    "parameters": "memory that a stage takes all the time; default 0",
-    "unshard": "time of a gather of parameters, beside compute; default 0",
-    "reduce_tied": "time of a sum over tied places, beside compute; default 0",
-    "reduce_grad": "time of a sum over data ranks, beside compute; default 0",
-    "step": "time of an optimizer step; default 0",
-}
 _HALVES = ("backward_input", "backward_weight")
 # The instructions that a cost is for: it changes nothing in a schedule without them.
 _OF = {
@@ -285,31 +310,6 @@ _OF = {
     **{name: {Op.B, Op.I, Op.W, Op.OVERLAP_F_B} for name in ("backward", *_HALVES)},
     **{op.lower(): {op} for op in (Op.UNSHARD, *TAIL, *RESIDUAL_OPS)},
 }
-
-
-def add_cost_options(
-    parser: argparse.ArgumentParser, unit: str, without: Collection[str] = (), per: str | None = "stage"
-) -> None:
-    """Add an option per argument of ``Costs``, ``--costs`` for a file, and ``--per``.
-
-    Args:
-        unit: thing that a number without commas is for.
-        without: arguments that have no meaning there.
-        per: default of ``--per``, for the help; None for a command that has one unit.
-    """
-    group = parser.add_argument_group("costs", f"one number for {unit}, or one per stage, as in 1,2,1,1")
-    if per is not None:
-        meaning = "what one number is for: a stage, or a rank's share of the model, as in compare"
-        group.add_argument("--per", choices=("stage", "rank"), help=f"{meaning}; default: {per}")
-    group.add_argument(
-        "--costs",
-        metavar="FILE",
-        type=Path,
-        help="JSON as Costs.to_json writes it, such as of pp.measure, or as plan --json does",
-    )
-    for name, meaning in COSTS.items():
-        if name not in without:
-            group.add_argument(option(name), type=numbers, metavar="X[,X...]", help=meaning)
 
 
 def read_costs(options: Options) -> Costs | None:
@@ -382,16 +382,16 @@ def costed_schedule(
         default: without any, the times of a schedule that is not measured are the times of ``Costs()``.
         unseen: costs that the output does not show, unless the schedule is built for them.
     """
-    given, source = {*options}, find_source(options, proved)
-    costs = read_costs(options) if timed or source.takes_costs else None
-    known = costs is not None or (default and source.timeline is None)
+    given, (make, timeline, takes_costs) = {*options}, find_source(options, proved)
+    costs = read_costs(options) if timed or takes_costs else None
+    known = costs is not None or (default and timeline is None)
     per_rank = known and options.pop("per", "stage") == "rank"
-    schedule = source.make(None if per_rank else costs)
+    schedule = make(None if per_rank else costs)
     if per_rank:
         costs = (costs or Costs()).per_rank(schedule)
-        schedule = source.make(costs)
-    require_effect(given, [schedule], () if source.takes_costs else unseen)
-    return schedule, source.timeline, None if costs is None else fitted(costs, schedule)
+        schedule = make(costs)
+    require_effect(given, [schedule], () if takes_costs else unseen)
+    return schedule, timeline, None if costs is None else fitted(costs, schedule)
 
 
 def form_of(options: Options, suffixes: Mapping[str, tuple[str, ...]], default: str | None = None) -> str:

@@ -40,7 +40,12 @@ class Topology:
         object.__setattr__(self, "sizes", tuple(self.sizes))
         if len(self.axes) != len(self.sizes):
             raise ValueError(f"expected one size per axis, got axes {self.axes} and sizes {self.sizes}")
-        _coordinates(self.axes)  # or says which axis it cannot take
+        try:
+            _coordinates(self.axes)
+        except ValueError as error:
+            raise ValueError(
+                f"axes: got {self.axes}, expected different Python identifiers; {error}"
+            ) from None
         require_counts(**dict(zip(self.axes, self.sizes, strict=True)))
 
     @classmethod

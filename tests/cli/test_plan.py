@@ -100,7 +100,7 @@ def test_what_a_plan_takes_is_what_its_file_takes_by_the_same_costs(options, per
         (("--out", "/nowhere/at/all.csv"), "no directory /nowhere/at, make it first"),
         (("--chunks", "two"), "expected a whole number or a range such as 1..4, got 'two'"),
         (("--chunks", "1.."), "expected a whole number or a range such as 1..4, got '1..'"),
-        (("--forward", "1,,2"), "argument --forward: invalid numbers value: '1,,2'"),
+        (("--forward", "1,,2"), "apart by commas, got '1,,2'"),
         (("--costs", "/nowhere/at/all"), "No such file"),
     ],
 )

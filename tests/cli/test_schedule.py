@@ -118,14 +118,24 @@ REFUSED = [  # words, message
     ("show gpipe --ranks 0 --microbatches 2", "ranks = 0, expected"),
     ("show dualpipe --ranks 3 --microbatches 8", "ranks = 3"),
     ("show gpipe --ranks 2", "--microbatches"),
+    (
+        "show gpipe --ranks four --microbatches 2",
+        "--ranks: expected a whole number up to a million, got 'four'",
+    ),
     (f"show gpipe {M} --out /nowhere/at/all", "no directory /nowhere/at, make it first"),
     ("simulate gpipe --ranks 2", "gpipe needs --microbatches"),
     ("simulate nothing.csv", "no such file: nothing.csv"),
     ("simulate nothing", "unknown schedule 'nothing': expected one of gpipe, 1f1b"),
-    (f"simulate gpipe {M} --forward nan", "argument --forward: invalid numbers value: 'nan'"),
+    (
+        f"simulate gpipe {M} --forward nan",
+        "argument --forward: expected a number up to 1e100, or several apart by commas, got 'nan'",
+    ),
     (f"simulate gpipe {M} --forward -1", "forward is -1, expected"),
     (f"simulate gpipe {M} --weight-share 2", "weight_share is 2, expected at most 1"),
-    (f"simulate gpipe {M} --forward 1.x", "argument --forward: invalid numbers value: '1.x'"),
+    (
+        f"simulate gpipe {M} --forward 1.x",
+        "argument --forward: expected a number up to 1e100, or several apart by commas, got '1.x'",
+    ),
     (
         f"simulate gpipe {M} --backward 1 --backward-input 2",
         "--backward and --backward-input: give the whole backward, or both parts",
@@ -144,7 +154,7 @@ REFUSED = [  # words, message
     (f"show 1f1b {S} --for torch --forward 2", "--forward changes nothing here"),
     (f"show 1f1b {S} --for jax", "invalid choice: 'jax' (choose from 'torch')"),
     (f"show 1f1b {S} --forward 1,2", "forward has 2 numbers, expected 4, one per stage or layer"),
-    (f"show 1f1b {S} --forward 1,,2", "argument --forward: invalid numbers value: '1,,2'"),
+    (f"show 1f1b {S} --forward 1,,2", "apart by commas, got '1,,2'"),
     (f"show 1f1b {S} --forward 2 --lowered", "--lowered changes nothing here"),
     (f"show 1f1b {S} --forward 0", "0F0 takes no time, so it has no place in a grid"),
     (
@@ -168,16 +178,19 @@ REFUSED = [  # words, message
     # Huge numbers.
     (
         "show gpipe --ranks 1000000000 --microbatches 1",
-        "--ranks: expected a whole number up to 1000000, got 10",
+        "--ranks: expected a whole number up to a million, got '10",
     ),
     ("show gpipe --ranks 100000 --microbatches 100000", "x stages per rank = 100000 x 100000 x 1"),
     (f"show looped_bfs {M} --chunks 1000000", "= 2 x 2 x 1000000: expected at most 500000"),
-    (f"simulate gpipe --ranks 2 --microbatches {'9' * 10**5}", "--microbatches: invalid count value: '99999"),
+    (
+        f"simulate gpipe --ranks 2 --microbatches {'9' * 10**5}",
+        "--microbatches: expected a whole number up to a million, got '99999",
+    ),
     *(
-        (f"simulate gpipe {M} --forward {n}", "invalid numbers value")
+        (f"simulate gpipe {M} --forward {n}", "expected a number up to 1e100, or several")
         for n in ("9" * 4000, "9" * 9000, "1e300")
     ),
-    (f"show zero_bubble {M} --cap {'9' * 4000}", "--cap: invalid number value"),
+    (f"show zero_bubble {M} --cap {'9' * 4000}", "--cap: expected a number up to 1e100, got"),
     ("compare --ranks 10000 --microbatches 10000", "ranks x microbatches x stages per rank"),
     # Comparisons.
     ("compare", "--ranks and --microbatches are missing: say how many there are, or name a file"),
