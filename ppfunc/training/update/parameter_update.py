@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial, reduce
+from itertools import compress
 from math import inf, isinf
+from operator import ne
 from typing import Any
 
 import torch
@@ -142,7 +144,8 @@ class TrainingUpdate(ParameterUpdate):
         self._rule, self._ranks, self._trees, self._idle = rule, ranks, trees, idle
         self.known, self._by_leaf = known, by_leaf
         self.metrics: list[Metrics] = []
-        self._versions: dict[int, list[int | None]] = {}  # by stage, of the leaves before the call writes
+        # By stage, the leaves that the call may write into, and their versions before it does.
+        self._begun: dict[int, tuple[list[torch.Tensor], list[int | None]]] = {}
         # By stage, where gradients are added up, and the numbers of the leaves.
         self._reducers: dict[int, tuple[Reducer, Sequence[int]]] = {}
         self._gradients: dict[int, dict[int, torch.Tensor]] = {}  # by stage and number of the leaf
@@ -247,7 +250,8 @@ class TrainingUpdate(ParameterUpdate):
         state, ranks = self.state, self._ranks
         self.state = state._replace(params=dict(state.params), optimizer=dict(state.optimizer))
         self._updates_left = dict.fromkeys(state.params, len(weights))
-        self._versions = {stage: versions(leaves.own()) for stage, leaves in self.stages.items()}
+        own = {stage: leaves.own() for stage, leaves in self.stages.items()}
+        self._begun = {stage: (each, versions(each)) for stage, each in own.items()}
         self._stage_state = {s: tuple(map(local, tree_leaves(tree))) for s, tree in state.stage_state.items()}
         explicit = [each for each in weights if each is not None]
         if not explicit:
@@ -361,9 +365,14 @@ class TrainingUpdate(ParameterUpdate):
         if len(gradients) < len(trained):
             zeros = zip(trees.trained, trained, strict=True)
             gradients = [by_number[n] if n in by_number else torch.zeros_like(leaf) for n, leaf in zeros]
-        own = leaves.own()
+        own, begun = self._begun.pop(stage, None) or (leaves.own(), None)
         before = versions(own)
-        self._require_apart(stage, before)
+        if begun is not None and begun != before:
+            path = next(compress(leaves.paths(stage), map(ne, begun, before)))
+            raise ValueError(
+                f"{path} shares its memory with another stage, whose update has written there in place; pass"
+                " donate=False or make them separate tensors"
+            )
         try:
             changed, after = trees.update(gradients, own[: len(optimizer)], trained, self._found_inf)
         finally:
@@ -390,16 +399,6 @@ class TrainingUpdate(ParameterUpdate):
         for wait in self._gathers.values():
             wait()
         self._gathers.clear()
-
-    def _require_apart(self, stage: int, now: list[int | None]) -> None:
-        """Raise ValueError if the update of another stage has written into the leaves of this stage."""
-        begun = self._versions.pop(stage, now)
-        if begun != now:
-            n = next(n for n, (one, other) in enumerate(zip(begun, now, strict=True)) if one != other)
-            raise ValueError(
-                f"{self.stages[stage].paths(stage)[n]} shares its memory with another stage, whose update has"
-                " written there in place; pass donate=False or make them separate tensors"
-            )
 
     def _renew(self, stage: int, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Replace the parameters of a stage in the state by these parts of new parameters.

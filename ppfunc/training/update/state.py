@@ -203,7 +203,7 @@ class StageLeaves(NamedTuple):
     def own(self) -> list[torch.Tensor]:
         """Return the local leaves that an update may write into: the state, then what trains."""
         params = read(self.params, self.trees.params)
-        return [*read(self.optimizer, self.trees.optimizer), *(params[n] for n in self.trees.trained)]
+        return [*read(self.optimizer, self.trees.optimizer), *[params[n] for n in self.trees.trained]]
 
     def paths(self, stage: int) -> list[str]:
         """Name the leaves of :meth:`own`."""
