@@ -5,7 +5,6 @@ A program consists of the pure functions that forward and backward of one stage 
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -311,7 +310,13 @@ def stage_program(
     y, aux = outline.y, outline.aux
     params = example.params.with_grad()  # of each that can have one
 
-    fill = partial(_filled, example.device)
+    def fill(signature: Signature, gradients: Gradients) -> Any:
+        wanted = iter(gradients)
+        pairs = [(leaf, next(wanted) if leaf.grad else None) for leaf in signature.leaves]
+        return signature.wrap(
+            torch.zeros(leaf.shape, dtype=leaf.dtype, device=example.device) if g is None else g
+            for leaf, g in pairs
+        )
 
     def cotangents(gy: Any) -> Leaves:
         leaves, treedef = tree_flatten(gy)
@@ -351,15 +356,6 @@ def stage_program(
 
     return StageProgram(
         forward, backward, backward_input, backward_weight, flat, y, aux, residual_bytes, outline.random
-    )
-
-
-def _filled(device: torch.device, signature: Signature, gradients: Gradients) -> Any:
-    """Return the tree of gradients, with zeros for leaves without a gradient."""
-    wanted = iter(gradients)
-    pairs = [(leaf, next(wanted) if leaf.grad else None) for leaf in signature.leaves]
-    return signature.wrap(
-        torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g for leaf, g in pairs
     )
 
 

@@ -216,7 +216,11 @@ class Signature:
         Raises:
             TypeError: a node of the tree has keys or fields that JSON cannot hold.
         """
-        leaves = [_leaf_to_json(leaf) for leaf in self.leaves]
+        leaves = [
+            [leaf.shape, str(leaf.dtype).removeprefix("torch."), leaf.grad]
+            + ([] if leaf.layout is None else [leaf.layout.to_json()])
+            for leaf in self.leaves
+        ]
         return json.dumps([structure_to_json(self.treedef), leaves], separators=(",", ":"))
 
     @classmethod
@@ -250,11 +254,6 @@ class Unquoted(str):
     """Shows a text without quotes."""
 
     __repr__ = str.__str__
-
-
-def _leaf_to_json(leaf: LeafSignature) -> list[Any]:
-    plain: list[Any] = [list(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.grad]
-    return plain if leaf.layout is None else [*plain, leaf.layout.to_json()]
 
 
 def _leaf_from_json(shape: list[int], dtype: str, grad: bool, layout: Any = None) -> LeafSignature:

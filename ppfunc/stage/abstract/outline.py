@@ -203,7 +203,7 @@ def _observe(
     _require_unchanged(example, trees, arguments, name)
     program, untraced = None, None
     if seen is not None:
-        program = seen.ended(y + aux, filter(_is_own, _histories([t.grad_fn for t in y if t.grad_fn])))
+        program = seen.ended(y + aux, _own_histories([t.grad_fn for t in y if t.grad_fn]))
     if functions.assigns:
         reason = "it assigns to the data of a tensor, which is not traced"
         untraced = reason, f"make a new tensor, or {other_engine('eager')}"
@@ -298,18 +298,14 @@ def _require_unchanged(
             )
 
 
-def _is_own(node: Any) -> bool:
-    """Tell whether a Function of the user's has made a history."""
-    return isinstance(node, BackwardCFunction) and not (
-        function_of(node).__module__.startswith(("torch.", "ppfunc."))
-    )
-
-
-def _histories(ahead: list[Any]) -> Iterator[Any]:
-    """Yield histories, and all histories behind them."""
+def _own_histories(ahead: list[Any]) -> Iterator[Any]:
+    """Yield the histories that Functions of the user have made, among these and all behind them."""
     seen = set(ahead)
     while ahead:
-        yield (node := ahead.pop())
+        node = ahead.pop()
+        kind = function_of(node) if isinstance(node, BackwardCFunction) else None
+        if kind and not kind.__module__.startswith(("torch.", "ppfunc.")):
+            yield node
         new = {below for below, _ in node.next_functions if below} - seen
         seen |= new
         ahead += new

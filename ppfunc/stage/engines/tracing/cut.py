@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate, chain, groupby, pairwise
 from math import inf
 from operator import mul
@@ -27,7 +26,6 @@ from .graph import (
     ancestors,
     arguments,
     base,
-    bytes_of,
     is_call,
     is_dense,
     is_effect,
@@ -107,7 +105,8 @@ def cut(
     handed to W, which computes them itself.
     """
     calls, early = set(filter(is_call, joint.graph.nodes)), early_nodes(joint)
-    free = parameter_views(joint)
+    params = set(joint.params)
+    free = {n for n in calls if base(n) is not None and root(n) in params}  # cheaper to repeat than to keep
     late = (calls - early) | set(again) | free
     outputs, gparams, gx = joint.results
     gradients, checks = [*gparams, *gx], joint.checks
@@ -133,12 +132,6 @@ def early_nodes(joint: Joint) -> set[Node]:
     """Find the nodes that must be there before a cotangent: arguments, F and its operators with effects."""
     arguments = {n for n in joint.graph.nodes if n.op in ("placeholder", "get_attr")}
     return arguments | _with_elements(ancestors([*joint.results[0], *joint.effects]))
-
-
-def parameter_views(joint: Joint) -> set[Node]:
-    """Find calls that only view a parameter: cheaper to repeat than to keep."""
-    params = set(joint.params)
-    return {n for n in joint.graph.nodes if is_call(n) and base(n) is not None and root(n) in params}
 
 
 def _closure(results: Iterable[Node | None], inside: set[Node]) -> set[Node]:
@@ -353,7 +346,10 @@ def _stretches(
         paths = ["" if module is None else module.name for module in modules]
     else:
         known = {prefix for name in params.values() for prefix in _prefixes(name)}
-        paths = list(accumulate(calls, partial(_last_read, params), initial=""))[1:]
+        paths = list[str]()
+        for call in calls:
+            last = paths[-1] if paths else ""
+            paths.append(next((params[n] for n in call.all_input_nodes if n in params), last))
     for one in (one for pattern in patterns for one in pattern.split("|")):
         if not any(first_match(name, [one]) for name in known):
             names = limited(", ".join(sorted(known)), 300)
@@ -379,11 +375,6 @@ def _prefixes(path: str) -> Iterator[str]:
     ['h', 'h.0', 'h.0.mlp']
     """
     return accumulate(path.split("."), "{}.{}".format)
-
-
-def _last_read(params: Mapping[Node, str], last: str, call: Node) -> str:
-    """Return the name of the parameter that a call reads, or else of the parameter read last."""
-    return next((params[node] for node in call.all_input_nodes if node in params), last)
 
 
 def repeatable(joint: Joint) -> set[Node]:
@@ -521,7 +512,8 @@ def _total(joint: Joint, held: Nodes) -> float:
 
 def _size(node: Node) -> float:
     """Return the bytes of the storage of a node, infinite for a sparse tensor."""
-    return bytes_of(root(node)) if is_dense(root(node)) else math.inf
+    owner = root(node)
+    return _bytes(owner.meta["val"]) if is_dense(owner) else math.inf
 
 
 def work_of(node: Node) -> float:

@@ -39,6 +39,7 @@ from ..._torch import (
     without_function_modes,
 )
 from ...errors import TRACED_LINES, TRACED_MODULES, ModulePlace
+from ...operators import effects_of
 from ...program import FlatProgram, Numbers
 from .cut import Addition, Block, ProgramBlocks, additions, calls_of, posted_early, waited_late
 from .graph import (
@@ -524,11 +525,11 @@ def compiled(
     assert all(map(is_tensor, outputs))
     compile_fx, decompositions, lowerings, make_fallback, ShapeEnv = inductor()
     # Random operators stay whole, too.
-    whole = {n.target for n in block.body if _is_random(n.target)} & decompositions.keys()
+    whole = {n.target for n in block.body if effects_of(n.target).seeded} & decompositions.keys()
     for op in whole - lowerings.keys():
         # Left to itself, inductor refuses to where CI is set.
         make_fallback(op, warn=False, override_decomp=True)
-    ours = {op: f for op, f in decompositions.items() if not _is_random(op)} if whole else None
+    ours = {op: f for op, f in decompositions.items() if not effects_of(op).seeded} if whole else None
     # Without an environment for symbolic shapes, which stays empty, inductor keeps nothing on disk. It finds
     # what it keeps by a key that leaves decompositions out, so it may only where they are its own.
     with FakeTensorMode(shape_env=None if whole else ShapeEnv(), static_shapes=True):
@@ -545,10 +546,6 @@ def compiled(
     here = plain and all(v.device.type == "cpu" for v in examples)
     options = _OPTIONS | vector_options() | {"cpp_wrapper": here}
     return compile_fx(module, examples, config_patches=options, decompositions=ours), inputs, outputs
-
-
-def _is_random(operator: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 
 # -- two programs as one

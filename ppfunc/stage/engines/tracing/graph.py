@@ -9,7 +9,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..._torch import FakeTensor, OpOverload, estimate, expression, schema
+from ..._torch import FakeTensor, OpOverload, expression, schema
 from ...abstract.evaluation import NoValuesError
 from ...errors import Names, StageError, module_of_call, place_of_call
 from ...operators import draws, is_collective
@@ -238,11 +238,6 @@ def layout(node: Node) -> Any:
 def always_equal(value: Any) -> Hashable:
     """Return a key of sizes, or tuples of them, that is equal where the sizes are always equal."""
     return map_aggregate(value, lambda v: expression(v) if isinstance(v, torch.SymInt) else v)
-
-
-def bytes_of(node: Node) -> int:
-    """Count the bytes of the storage of a node; where sizes are symbols, for the sizes of the trace."""
-    return int(estimate(node.meta["val"].untyped_storage().nbytes()))
 
 
 def ancestors(nodes: Iterable[Node | None], inside: set[Node] | None = None) -> set[Node]:

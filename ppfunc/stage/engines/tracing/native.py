@@ -234,7 +234,7 @@ def table(
         if name != "into"
     ]
     calls = [slots.call(node) for node in body]
-    results = [[NONE if n is None else slots.of(n) for n in row] for row in block.results]
+    results = [list(map(slots.of, row)) for row in block.results]
     places = {
         line: place.removeprefix(", called at ")
         for line, node in enumerate(body, 1)
@@ -260,8 +260,8 @@ class _Slots:
         self._last: dict[Node, Node | None] = {a: n for n in body for a in n.all_input_nodes}
         self._last |= dict.fromkeys(n for row in block.results for n in row if n is not None)
 
-    def of(self, node: Node) -> int:
-        if node not in self._last:
+    def of(self, node: Node | None) -> int:
+        if node is None or node not in self._last:
             return NONE
         if node not in self.numbers:
             self.numbers[node] = len(self.numbers)
@@ -295,17 +295,16 @@ class _Slots:
         )
         dead = [self.of(n) for n in ended if n not in taken]
         one_list = len(operator.returns) == 1 and isinstance(node.meta["val"], list | tuple)
-        return (operator.name, operator.overload_name), operands, self._results(node), one_list, dead
+        results: list[Node | None] = [node]
+        if "results" in node.meta:
+            elements = {n.args[1]: n for n in node.users if is_element(n)}
+            results = [elements.get(i) for i in range(node.meta["results"])]
+        made = list(map(self.of, results))
+        return (operator.name, operator.overload_name), operands, made, one_list, dead
 
     def _operand(self, value: Any, taken: set[Node], turned: bool) -> tuple[Any, ...]:
         if isinstance(value, Node):
             return "transposed" if turned else "slot", self.of(value), value in taken
         if isinstance(value, list | tuple) and any(isinstance(v, Node) for v in value):
-            return "slots", [NONE if v is None else self.of(v) for v in value]
+            return "slots", list(map(self.of, value))
         return "constant", value
-
-    def _results(self, node: Node) -> list[int]:
-        if "results" not in node.meta:
-            return [self.of(node)]
-        elements = {n.args[1]: n for n in node.users if is_element(n)}
-        return [self.of(elements[i]) if i in elements else NONE for i in range(node.meta["results"])]
