@@ -8,7 +8,7 @@ those above it in this list::
     lowering/      stages, schedule, form -> LoweredStep: every edge, agreed among all ranks
     running/       LoweredStep -> CompiledStep: one flat list of calls; every call in turn
     control/       a step fails on every rank or on none; the sum of the losses
-    transport/     messages between stages, and sums among ranks: `InProcess`, `P2P`
+    transport/     messages between processes, and sums among ranks: `P2P`
     paper/         what is known before anything runs: text, bytes, operations
 
 `step.py` is the loop: a call from its arguments to its result, and the compiled steps that are kept while
@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .lowering.lower import StepSpec as StepSpec, lower as lower
-    from .lowering.results import Aux as Aux, StepResult as StepResult
+    from .lowering.lower import Aux as Aux, StepResult as StepResult, StepSpec as StepSpec, lower as lower
     from .paper.analysis import CompiledFunction as CompiledFunction, LoweredFunction as LoweredFunction
-    from .ports.protocols import Axes as Axes, Transport as Transport
+    from .paper.memory import OnPaper as OnPaper
+    from .ports.protocols import Axes as Axes, InProcess as InProcess, Transport as Transport
     from .running.calls import interleaved as interleaved, two_streams as two_streams
     from .step import CacheInfo as CacheInfo, StepFunction as StepFunction
-    from .transport.inprocess import InProcess as InProcess, OnPaper as OnPaper
     from .transport.p2p import P2P as P2P
     from .values.arguments import (
         Microbatches as Microbatches,
@@ -41,14 +40,13 @@ else:
         __name__,
         {
             "values.arguments": "Microbatches microbatch replicated",
-            "lowering.results": "Aux StepResult",
             "step": "CacheInfo StepFunction",
             "values.errors": "AgreementError PipelineError",
             "paper.analysis": "CompiledFunction LoweredFunction",
-            "lowering.lower": "StepSpec lower",
+            "lowering.lower": "Aux StepResult StepSpec lower",
             "running.calls": "interleaved two_streams",
-            "transport.inprocess": "InProcess OnPaper",
             "transport.p2p": "P2P",
-            "ports.protocols": "Axes Transport",
+            "paper.memory": "OnPaper",
+            "ports.protocols": "Axes InProcess Transport",
         },
     )

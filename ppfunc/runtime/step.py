@@ -39,13 +39,13 @@ from ppfunc.stage.errors import warn
 from ppfunc.stage.tree import tree_leaves
 
 from .lowering.agreement import LOWERED, Agreed, Agreement, Exchange
-from .lowering.lower import LoweredStep, Pipeline, lower
-from .lowering.results import StepResult, collect, losses_of
+from .lowering.lower import LoweredStep, Pipeline, StepResult, lower
 from .lowering.stage_programs import CACHE_SIZE, StagePrograms
 from .lowering.ties import require_declared
 from .ports.protocols import Mode, Transport
+from .running.calls import losses_of
 from .running.compile import CompiledStep, compile_step
-from .running.execute import NotFinite, count_nonfinite, execute_steps, fill, locate_nonfinite
+from .running.execute import NotFinite, collect, count_nonfinite, execute_steps, fill, locate_nonfinite
 from .running.record import Recorder, gather
 from .values.arguments import (
     BatchShapes,

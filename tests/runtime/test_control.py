@@ -18,8 +18,7 @@ from ppfunc.runtime.control.control import Control
 from ppfunc.runtime.control.links import SocketLinks
 from ppfunc.runtime.control.tree import Answer
 from ppfunc.runtime.ports import _torch
-from ppfunc.runtime.ports.protocols import Axes, LossPart, Route, Transfer
-from ppfunc.runtime.transport.inprocess import InProcess
+from ppfunc.runtime.ports.protocols import Axes, InProcess, LossPart, Route, Transfer
 from ppfunc.runtime.transport.p2p import P2P
 from ppfunc.runtime.values.buffers import Buffers, Tag
 from ppfunc.runtime.values.errors import AgreementError, Failure, PipelineError, StepRunning

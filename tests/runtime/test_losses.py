@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 import ppfunc.runtime.step as step_module
-from ppfunc.runtime.lowering import results
+from ppfunc.runtime.running import calls
 from tests.models import new_trainer, normal, squared
 
 ENGINES = [pp.engines.graph, pp.engines.functional, pp.engines.eager]
@@ -51,7 +51,7 @@ def test_losses_hold_no_memory_of_their_elements(engine, loss_fn, monkeypatch):
 
     def losses_of(lowered, buffers):
         held.extend(t.untyped_storage().nbytes() for kept in buffers.kept.values() for t in kept)
-        return results.losses_of(lowered, buffers)
+        return calls.losses_of(lowered, buffers)
 
     monkeypatch.setattr(step_module, "losses_of", losses_of)
     params = {s: {"w": normal(4)} for s in range(2)}

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.paper.memory import _arguments, _of_rank
+from ppfunc.runtime.paper.memory import MessagesOnPaper, _arguments, _of_rank
 from ppfunc.runtime.running.compile import bind
 from ppfunc.runtime.running.execute import fill
-from ppfunc.runtime.transport.inprocess import MessagesOnPaper
 from ppfunc.schedule import BUILDERS, insert_recomputes, split_backward
 from ppfunc.stage.tree import tree_leaves
 from tests import models

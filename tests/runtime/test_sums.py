@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 
 import ppfunc as pp
-from ppfunc.runtime.lowering.results import Owned
 from ppfunc.runtime.running.calls import Sum
+from ppfunc.runtime.running.execute import Owned
 from tests.models import normal
 
 D, M = 8, 64

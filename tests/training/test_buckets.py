@@ -7,8 +7,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from ppfunc.runtime.ports.protocols import Collective
-from ppfunc.runtime.transport.inprocess import CollectiveOnPaper
+from ppfunc.runtime.ports.protocols import Collective, CollectiveOnPaper
 from ppfunc.stage import LeafSignature, graph
 from ppfunc.stage.engines.tracing import cut
 from ppfunc.training.update.buckets import Reducer, Sums, gather, plan_buckets, shard, shard_dim, views

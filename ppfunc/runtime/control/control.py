@@ -20,8 +20,17 @@ from ..lowering.comparison import (
     require_same_modes,
     require_same_terms,
 )
-from ..lowering.results import form_of_sum, of_text, sum_texts, to_text
-from ..ports.protocols import Axes, Grid, LossPart, Mode, ShardWhat
+from ..ports.protocols import (
+    Axes,
+    Grid,
+    LossPart,
+    Mode,
+    ShardWhat,
+    form_of_sum,
+    of_text,
+    sum_texts,
+    to_text,
+)
 from ..values.arguments import LaidOut
 from ..values.buffers import Compared
 from ..values.errors import (

@@ -5,7 +5,6 @@
     lower.py           lower          stages, schedule, form -> LoweredStep, values only; refuses what a
                                       step would not honour
       stage_programs.py  StagePrograms  evaluations of stages for `lower`, and their programs
-      results.py         collect        buffers -> a StepResult; sums of losses
     agreement.py       Agreement      the call and the shapes of the batch, in every step; signatures of
                                       edges, forms of losses and of parameters, where they are new
       comparison.py      require_same   what ranks compare, in words: steps, facts, modes, layouts

@@ -32,6 +32,66 @@ Overlapped = Callable[[Program, tuple[Any, ...], Program, tuple[Any, ...]], tupl
 """``(forward, its arguments, backward, its arguments) -> (result of one, result of the other)``."""
 
 
+class Aux(NamedTuple):
+    """Hold the results of stages and loss function of this process beside activations and losses.
+
+    Their tensors carry no gradient. Those of microbatches have a leading axis of the microbatches that this
+    process ran, ascending, step after step. Where they differ in form they are Microbatches, with None for
+    those without.
+
+    Args:
+        metrics: metrics of the stages, trees by stage of the model.
+        state: states of the stages, trees by stage of the model, after the last microbatch.
+        loss: the tree ``aux`` of a loss function that returns ``(loss, aux)``; None on ranks that run no last
+            stage.
+    """
+
+    metrics: dict[int, Any]
+    state: dict[int, Any]
+    loss: Any = None
+
+
+class StepResult(NamedTuple):
+    """Name the results of one step. Results that were not asked for are None.
+
+    Args:
+        loss: the weighted sum of all losses, a tensor of the shape of a loss, on every rank.
+        grads: the gradients of the parameters of this process, ``{stage of the model: tree}``.
+        input_grads: the gradients of the inputs of the first stages of this process, in the form of the
+            inputs; None if it runs no first stage.
+        outputs: results of the last stages of this process, in the form of the inputs; None if it runs no
+            last stage.
+        aux: metrics, state and what comes with the loss, :class:`Aux`.
+        losses: the losses of all microbatches in their order, [m, *shape of a loss], on every rank. They are
+            not weighted, and include auxiliary losses of stages: their weighted sum is ``loss``.
+        slope: the derivative of the loss along the tangents, of :func:`ppfunc.jvp` and :func:`ppfunc.hvp`.
+        output_tangents: the derivative of the outputs along the tangents, of :func:`ppfunc.jvp`.
+        products: the Hessian times the vector, like ``grads``, of :func:`ppfunc.hvp`.
+    """
+
+    loss: Any = None
+    grads: Any = None
+    input_grads: Any = None
+    outputs: Any = None
+    aux: Any = None
+    losses: Any = None
+    slope: Any = None
+    output_tangents: Any = None
+    products: Any = None
+
+    def asked_for(self, wants: Sequence[str]) -> Any:
+        """Return the results that a caller asked for: one itself, a loss with gradients as a pair, else all.
+
+        Args:
+            wants: names of fields.
+        """
+        if len(wants) == 1:
+            return getattr(self, wants[0])
+        if len(wants) == 2 and wants[1] in ("grads", "input_grads"):
+            return self.loss, getattr(self, wants[1])
+        return self
+
+
 class StepSpec(NamedTuple):
     """Name the results that the caller wants of a step, and how they are formed.
 

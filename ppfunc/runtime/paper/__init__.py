@@ -2,5 +2,6 @@
 
 analysis.py    LoweredFunction, CompiledFunction   what `step.lower` gives to people
   memory.py      memory_of   the calls of a rank, run without values
+                 OnPaper     ranks of a mesh whose processes do not exist: lowered, never run
   ledger.py      Ledger      notes what lives
 """

@@ -16,12 +16,11 @@ from ppfunc.stage.operators import flop_counter
 from ppfunc.stage.program import Example, StageProgram
 from ppfunc.stage.tree import tree_map
 
-from ..lowering.lower import BATCH, LoweredStage, LoweredStep
-from ..lowering.results import StepResult, collect, form_of_sum
+from ..lowering.lower import BATCH, LoweredStage, LoweredStep, StepResult
 from ..lowering.stage_programs import StagePrograms
-from ..ports.protocols import LossPart, Transport
+from ..ports.protocols import LossPart, Transport, form_of_sum
 from ..running.compile import CompiledStep, build_programs, compile_step
-from ..running.execute import fill
+from ..running.execute import collect, fill
 from ..values.arguments import StepArguments
 from ..values.buffers import Key, Tag
 from .ledger import Memories

@@ -4,14 +4,16 @@ The calls are those of a step that runs, so that values live as long. Traced pro
 operators that only make their results; those of other engines run as they are.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, Node
 
+from ppfunc._checks import naming_arguments
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature, Signature, StageError, StageProgram
 from ppfunc.stage.abstract.evaluation import DATA_DEPENDENT, data_dependence, without_values
@@ -25,11 +27,23 @@ from ppfunc.stage.program import Example, FlatProgram
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 
 from ..lowering.lower import LoweredStage, LoweredStep
-from ..lowering.results import collect, losses_of
+from ..ports.protocols import (
+    Among,
+    Axes,
+    Call,
+    Collective,
+    CollectiveOnPaper,
+    InProcess,
+    ShardWhat,
+    Transfer,
+    grid_of,
+    joining,
+    require_shardable,
+)
+from ..running.calls import losses_of
 from ..running.compile import CompiledStep, bind
-from ..running.execute import fill
-from ..transport.inprocess import MessagesOnPaper
-from ..values.arguments import StepArguments
+from ..running.execute import collect, fill
+from ..values.arguments import LaidOut, StepArguments
 from ..values.buffers import Buffers, Key, Leaves
 from .ledger import Bytes, Ledger, Memory, Moment
 
@@ -271,3 +285,87 @@ def _name(node: Node) -> str:
 def _place(origin: dict[str, Any]) -> str:
     module = origin.get("module")
     return origin.get("place") or (f", called at {module.name}" if module and module.name else "")
+
+
+# -- ranks without processes
+
+
+class MessagesOnPaper(InProcess):
+    """Holds the messages of one rank as :class:`P2P` does, and moves nothing."""
+
+    def collective(self, among: Among) -> Collective:
+        return CollectiveOnPaper(len(among))
+
+    def post(self, batch: Sequence[Transfer]) -> Call:
+        joins = [joining(each) if each.device.type == "cpu" else None for each in batch]
+
+        def post_all(buffers: Buffers) -> None:
+            for (outgoing, tag, _, leaves, device), join in zip(batch, joins, strict=True):
+                tensors = (
+                    [t.contiguous() for t in buffers.values.pop(tag)]
+                    if outgoing
+                    else [torch.empty(leaf.shape, dtype=leaf.dtype, device=device) for leaf in leaves]
+                )
+                posted = tensors if join is None else join(tensors)
+                buffers.pending[tag] = posted if outgoing else tensors
+
+        return post_all
+
+    def wait(self, transfer: Transfer) -> Call:
+        def take(buffers: Buffers) -> None:
+            tensors = buffers.pending.pop(transfer.tag)
+            if not transfer.outgoing:
+                buffers.values[transfer.tag] = tuple(tensors)
+
+        return take
+
+
+class OnPaper(InProcess):
+    """Stands for the ranks of a mesh, of which only sizes are known: steps are lowered, and never run.
+
+    This process is the first of the mesh's data ranks and model ranks, and holds all ranks of its pipeline.
+    A mesh of torch's backend ``fake`` has no processes, and as many ranks as one likes::
+
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8 * 16)
+        mesh = torch.distributed.init_device_mesh("cpu", (8, 16), mesh_dim_names=("pp", "dp"))
+        transport = ppfunc.OnPaper(mesh=mesh, axes=ppfunc.Axes("pp", data="dp"), shard="params")
+
+    Args:
+        mesh, axes, shard: arguments as of :class:`P2P`.
+
+    Raises:
+        TypeError, ValueError: as :class:`P2P`.
+    """
+
+    @naming_arguments
+    def __init__(self, *, mesh: DeviceMesh, axes: Axes | None = None, shard: ShardWhat = "none") -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh: got {mesh!r}, expected a DeviceMesh, such as init_device_mesh makes")
+        self.mesh, self.axes, self.shard = mesh, axes or Axes(), shard
+        require_shardable(self.axes, shard)
+        self._grid = grid_of(mesh, self.axes, int(mesh.mesh.flatten()[0]))
+
+    def __repr__(self) -> str:
+        return f"OnPaper(mesh={self.mesh!r}, axes={self.axes!r}, shard={self.shard!r})"
+
+    def local_ranks(self, ranks: int) -> tuple[int, ...]:
+        if ranks != len(self._grid.pipeline):
+            raise ValueError(
+                f"got a schedule of {ranks} ranks, the axis {self.axes.pipe!r} of the mesh has"
+                f" {len(self._grid.pipeline)}; build the schedule for that many, or make another mesh"
+            )
+        return super().local_ranks(ranks)
+
+    def collective(self, among: Among) -> Collective:
+        if among == "world":
+            return CollectiveOnPaper(self._grid.size)
+        axes = tuple(axis for axis in among if isinstance(axis, str))
+        return CollectiveOnPaper(len(self._grid.along(axes)) if axes else 1)  # all of the pipeline are here
+
+    def ready(self, layouts: LaidOut) -> None:
+        raise RuntimeError(
+            "got a step to run on a transport that is on paper, whose ranks have no processes; call lower()"
+            " for its text, memory and cost, or take ppfunc.P2P(mesh=mesh, axes=axes) in every process"
+        )

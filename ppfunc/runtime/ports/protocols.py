@@ -1,13 +1,15 @@
 """Define the ports of a step: sums among ranks, and a transport for its messages and its control.
 
 The methods of a transport here are right where no rank lives in another process: :class:`InProcess` inherits
-them. Any other transport has to define all of them, see :func:`without_method`.
+them, for tests, notebooks, one GPU, and torch.func transforms from outside. Any other transport has to define
+all of them, see :func:`without_method`.
 """
 
+import ctypes
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from itertools import product
+from itertools import accumulate, chain, product
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Protocol, Self, get_args
 
@@ -17,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc._checks import naming_arguments, require_one_of
 from ppfunc.stage import LeafSignature
+from ppfunc.stage.device import available
 
 from ..values.arguments import LaidOut
-from ..values.buffers import Buffers, Compared, Tag
-from ..values.errors import Failure
+from ..values.buffers import Buffers, Compared, Tag, moved
+from ..values.errors import AgreementError, Failure, PipelineError
 from . import _torch
 
 ShardWhat = Literal["none", "optimizer", "params"]
@@ -304,6 +307,18 @@ def _nothing() -> None:
     pass
 
 
+class CollectiveOnPaper(Collective):
+    """Stands for a collective: holds its tensors until it is waited for, and moves nothing."""
+
+    @classmethod
+    def of(cls, other: Collective) -> Collective:
+        """Return a stand-in for a collective, with its size and index."""
+        return cls(other.size, other.index)
+
+    def _begin(self, operation: Callable[..., Any], tensor: torch.Tensor, *args: Any) -> Wait:
+        return [tensor, *args].clear
+
+
 Call = Callable[[Buffers], None]
 """One entry of a compiled program: reads and writes the buffers of the running step, and nothing else."""
 
@@ -339,6 +354,37 @@ class Transfer(NamedTuple):
     device: torch.device
 
 
+_SMALL = 2**14  # bytes of tensors that travel in one buffer
+_ALIGNED = 64  # bytes between the beginnings of tensors
+
+
+def aligned(size: int) -> int:
+    """Return the bytes that a tensor takes in a buffer with others."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def joining(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]] | None:
+    """Make a function that moves small tensors of a list into a buffer, which lives as long as any of them.
+
+    Returns:
+        The function, which returns the tensors that travel, the buffer first; None for one or two tensors.
+    """
+    small = {n: leaf for n, leaf in enumerate(transfer.leaves) if 0 < leaf.nbytes <= _SMALL}
+    if len(small) < 3:
+        return None
+    starts = [0, *accumulate(aligned(leaf.nbytes) for leaf in small.values())]
+
+    def join(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        buffer = torch.empty(starts[-1], dtype=torch.uint8, device=transfer.device)
+        alone = [t for n, t in enumerate(tensors) if n not in small]
+        for at, (n, leaf) in zip(starts, small.items(), strict=False):
+            part = buffer[at : at + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
+            tensors[n] = part.copy_(tensors[n]) if transfer.outgoing else part
+        return [buffer, *alone]
+
+    return join
+
+
 class LossPart(NamedTuple):
     """Describe the losses of one stage of the schedule: the rank that computes them, and their form.
 
@@ -352,6 +398,71 @@ class LossPart(NamedTuple):
     rank: int
     leaf: LeafSignature
     each: tuple[int, ...] = ()
+
+
+def sum_up(losses: Sequence[torch.Tensor], parts: Mapping[int, LossPart]) -> torch.Tensor:
+    """Sum the losses of all stages.
+
+    Args:
+        losses: losses of each stage of ``parts``, ascending.
+
+    Returns:
+        What :meth:`Transport.end` returns.
+    """
+    weighted, rows = apart(losses, [part for _, part in sorted(parts.items())])
+    total = torch.cat(weighted).sum(0)
+    return torch.stack([total, *(rows[m] for m in sorted(rows))]) if rows else total
+
+
+def apart(
+    losses: Iterable[torch.Tensor], parts: Iterable[LossPart]
+) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
+    """Take losses apart: weighted ones by stage, and unweighted ones by microbatch, summed over stages.
+
+    The latter are empty unless the loss of each microbatch is wanted.
+    """
+    weighted, rows = [], dict[int, torch.Tensor]()
+    for loss, part in zip(losses, parts, strict=True):
+        weighted.append(loss[0] if part.each else loss)
+        for m, row in zip(part.each, loss[1] if part.each else (), strict=True):
+            rows[m] = rows[m] + row if m in rows else row
+    return weighted, rows
+
+
+def form_of_sum(parts: Mapping[int, LossPart]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return the shape and the dtype of the result of :func:`sum_up`."""
+    part = next(iter(parts.values()))
+    microbatches = {m for each in parts.values() for m in each.each}
+    shape = (1 + len(microbatches), *part.leaf.shape[2:]) if part.each else part.leaf.shape[1:]
+    return shape, reduce(torch.promote_types, (part.leaf.dtype for part in parts.values()))
+
+
+def to_text(losses: torch.Tensor) -> str:
+    """Write the bytes of losses as hexadecimal digits."""
+    losses = losses.detach().cpu().contiguous()
+    return ctypes.string_at(losses.data_ptr(), losses.nbytes).hex()
+
+
+def of_text(text: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Read the text of :func:`to_text`."""
+    if not text:  # torch.frombuffer takes no empty buffer
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray.fromhex(text), dtype=dtype).view(shape)
+
+
+def sum_texts(texts: Iterable[Mapping[str, str]], parts: Mapping[int, LossPart]) -> str:
+    """Sum the losses of all stages in their order, so that all ranks get the same bits.
+
+    Args:
+        texts: the losses of every rank, as :func:`to_text` writes them, by stage.
+        parts: the form of the losses.
+
+    Returns:
+        The sum, as :func:`to_text` writes it.
+    """
+    of_stage = dict(chain.from_iterable(text.items() for text in texts))
+    leaves = [(of_stage[str(stage)], part.leaf) for stage, part in sorted(parts.items())]
+    return to_text(sum_up([of_text(text, leaf.shape, leaf.dtype) for text, leaf in leaves], parts))
 
 
 Mode = Literal["training", "evaluation", "mixed"]
@@ -502,7 +613,7 @@ class Transport(Protocol):
         """End a step: returns once every rank is at its end, so that a step fails on all ranks or on none.
 
         Equivalent to, with the ``losses`` of all ranks together:
-        ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``. ``lowering/results.py`` has it.
+        ``torch.cat([losses[s] for s in sorted(parts)]).sum(0)``. :func:`sum_up` has it.
 
         Args:
             losses: the weighted losses of the stages of this process, as ``parts`` says.
@@ -542,6 +653,52 @@ class Transport(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class InProcess(Transport):
+    """Carries messages of a pipeline whose ranks all live in this process and this thread.
+
+    The calls of all ranks run in one order in which everything that a call consumes has been produced before,
+    so none ever waits: a message is an entry of ``buffers.values``, moved to the consumer's device where that
+    differs. It owns nothing, so steps may share it, also between threads.
+    """
+
+    generation, ended, has_peers, has_other_pipelines = 0, 0, False, False
+    compares_layouts, mixes_batches = False, False
+    mesh: DeviceMesh | None = None
+    axes, device = Axes(), torch.device("cpu")
+    shard: ShardWhat = "none"
+
+    def __repr__(self) -> str:
+        return "InProcess()"
+
+    def end(
+        self,
+        losses: Mapping[int, torch.Tensor],
+        parts: Mapping[int, LossPart],
+        mode: Mode = "mixed",
+        compared: Sequence[Compared] = (),
+        changed: Mapping[str, str] | None = None,
+    ) -> torch.Tensor | None:
+        for values, require in compared:
+            require(values)
+        last = losses[max(parts)].device if parts else None
+        return sum_up([losses[stage].to(last) for stage in sorted(parts)], parts) if parts else None
+
+    def fail(self, failure: Failure) -> BaseException:
+        if failure.instruction is None or isinstance(failure.cause, AgreementError):
+            return failure.cause
+        return PipelineError(failure.rank, failure.position, failure.instruction, failure.reason)
+
+    def wait(self, transfer: Transfer) -> Call | None:
+        tag, device = transfer.tag, transfer.device
+        if transfer.outgoing or not available():
+            return None
+
+        def move(buffers: Buffers) -> None:
+            buffers.values[tag] = moved(buffers.values[tag], device)
+
+        return move
 
 
 def without_method(transport: object) -> list[str]:

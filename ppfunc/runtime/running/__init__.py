@@ -4,5 +4,6 @@ compile.py     compile_step   LoweredStep -> CompiledStep, with the calls of
 calls.py         stage programs, of residuals on their way, and of the end of a program
 execute.py     fill           arguments -> Buffers, with sums of gradients
                execute        every call in turn; where a number was first not finite
+               collect        buffers -> StepResult
 record.py      Recorder       the times of the calls
 """

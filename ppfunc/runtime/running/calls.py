@@ -37,9 +37,8 @@ from ppfunc.stage.tree import tree_leaves
 
 from ..lowering.comparison import checksum, differing
 from ..lowering.lower import LoweredStage, LoweredStep, Overlapped, Program, slices
-from ..lowering.results import apart, losses_of
 from ..lowering.ties import OTHER_VALUES, Place, SharedLeaf, differs
-from ..ports.protocols import Call, Collective, Transport
+from ..ports.protocols import Call, Collective, Transport, apart
 from ..values.buffers import (
     Buffers,
     Compared,
@@ -659,6 +658,31 @@ def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterato
     join = join_losses, place
     yield from (one for one in deferred if one not in steps)
     yield from [join, *steps]
+
+
+def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]:
+    """Return the losses of a step, each times the weight of its microbatch, by stage of this process.
+
+    A loss of weight 0 counts as 0, also where it is NaN, as the mean over no tokens is. If the loss of each
+    microbatch is wanted, those before they were weighted come with them, see :class:`LossPart`.
+    """
+    weighted: dict[int, torch.Tensor] = {}
+    for stage, part in lowered.losses.items():
+        chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
+        numbers = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
+        each = [buffers.kept[stage, m][0] for m in numbers]
+        rows = [
+            torch.zeros_like(loss) if m in buffers.left_out else loss
+            for m, loss in zip(numbers, each, strict=True)
+        ]
+        losses = torch.stack(rows).to(part.leaf.dtype)
+        weights = torch.stack([buffers.weights[stage][m] for m in numbers])
+        weights = weights.view(-1, *(1,) * (losses.ndim - 1))
+        losses = torch.where(weights == 0, torch.zeros_like(losses), losses * weights)
+        if part.each:
+            losses = torch.stack([losses, torch.stack(each).to(part.leaf.dtype)])
+        weighted[stage] = losses
+    return weighted
 
 
 def is_deferred(lowered: LoweredStep, instruction: Instruction) -> bool:

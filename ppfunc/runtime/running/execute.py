@@ -1,7 +1,13 @@
-"""Run a compiled step to its end on all ranks, with buffers made for this step alone."""
+"""Run a compiled step to its end on all ranks: arguments to buffers, every call, buffers to results.
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+Buffers are made for one step alone. Results are trees that belong to the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, reduce
+from itertools import chain
 from typing import Any
 
 import torch
@@ -9,20 +15,25 @@ import torch
 from ppfunc.schedule import Chain
 from ppfunc.schedule.instruction import TAIL
 from ppfunc.schedule.passes.running import linearize
-from ppfunc.stage import FlatProgram, LeafSignature, StageProgram
-from ppfunc.stage._torch import values
+from ppfunc.stage import FlatProgram, LeafSignature, Signature, StageProgram
+from ppfunc.stage._torch import address, is_wrapped, values
+from ppfunc.stage.constants import without_constants
 from ppfunc.stage.device import upload
-from ppfunc.stage.layout import local
+from ppfunc.stage.layout import distributed, layout_of, local
 from ppfunc.stage.process import act_on_interrupts, this_thread
 from ppfunc.stage.signature import differentiable, leaf_names
+from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
-from ..lowering.lower import BATCH, LoweredStage, LoweredStep
+from ..lowering.lower import BATCH, Aux, LoweredStage, LoweredStep, StepResult
 from ..ports.protocols import Transport
-from ..values.arguments import StepArguments
+from ..values.arguments import Microbatches, StepArguments, joined
 from ..values.buffers import Buffers, Compared, Gradients, LeafGradients, Leaves, Numbers, Origin, Owner, Tag
 from ..values.errors import Failure, StepFailed
 from .calls import Sum
 from .compile import CompiledStep, bind
+
+_NOTHING = tree_structure(None)
+_KEPT = "outputs", "metrics", "aux"  # of a stage for the caller, in this order after its loss
 
 
 def execute_steps(compiled: CompiledStep, steps: Sequence[StepArguments], transport: Transport) -> Buffers:
@@ -97,10 +108,10 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
         buffers.params, buffers.state = dict(before.params), dict(before.state)
         buffers.gathering, buffers.scale = dict(before.gathering), before.scale
         buffers.kept_before = [*before.kept_before, before.kept] if "aux" in lowered.spec.wants else []
-    for chain in lowered.schedule.chains:
-        for stage in chain.stages:
+    for path in lowered.schedule.chains:
+        for stage in path.stages:
             if lowered.schedule.placement[stage] in lowered.ranks:
-                _fill_stage(lowered, arguments, buffers, stage, chain)
+                _fill_stage(lowered, arguments, buffers, stage, path)
     return buffers
 
 
@@ -213,6 +224,161 @@ class Stack:
             )
             self._rows = [{} for _ in self._rows]
         return self._sums.take(tuple(leaf.expand(len(self._rows), *leaf.shape) for leaf in like), owned)
+
+
+def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffers) -> StepResult:
+    """Make the wanted results from the buffers of the last step.
+
+    The loss is not among them: it needs the losses of the other ranks.
+    """
+    wants, owned, arguments = lowered.spec.wants, Owned(_tensors(steps)), steps[0]
+    lasts = [chain.stages[-1] for chain in lowered.schedule.chains]
+    outputs = _rows(lowered, buffers, lasts, "outputs") if "outputs" in wants else []
+    return StepResult(
+        None,
+        _gradients(lowered, arguments, buffers, owned) if "grads" in wants else None,
+        _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
+        without_constants(_in_form_of_inputs(outputs, lowered, owned)) if outputs else None,
+        _aux(lowered, arguments, buffers, lasts, owned) if "aux" in wants else None,
+    )
+
+
+def _tensors(steps: Sequence[StepArguments]) -> Iterator[torch.Tensor]:
+    yield from chain.from_iterable((*steps[0].params.values(), *steps[0].state.values()))
+    for step in steps:
+        for batch in (step.inputs, step.targets, *step.extras.values()):
+            yield from chain.from_iterable(batch)
+
+
+def _gradients(
+    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned
+) -> dict[int, Any]:
+    """Make the gradients of every stage of the model, with the structure of its parameters."""
+    trees: dict[int, Any] = {}
+    # The first replica has the sum over all.
+    sums = {
+        lowered.schedule.model_stages[stage]: gradients
+        for stage, gradients in reversed(buffers.gradients.items())
+    }
+    for model, leaves in arguments.params.items():
+        signature, gradients = arguments.form.params[model], sums[model]
+        if all([leaf.grad and leaf.layout is None for leaf in signature.leaves]):
+            trees[model] = signature.treedef.unflatten(gradients.take(leaves, owned))
+            continue
+        whole = Signature(signature.treedef, tuple(map(gradients.signature, signature.leaves)))
+        taken = iter(
+            gradients.take(
+                tuple(t for t, leaf in zip(leaves, signature.leaves, strict=True) if leaf.grad), owned
+            )
+        )
+        zeros = zip(leaves, whole.leaves, strict=True)
+        trees[model] = whole.wrap(
+            [next(taken) if leaf.grad else t.new_zeros(leaf.shape, dtype=leaf.dtype) for t, leaf in zeros]
+        )
+    return trees
+
+
+def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Any:
+    """Make the gradients of the inputs of the chains that begin in this process."""
+    schedule, signatures = lowered.schedule, arguments.form.inputs or ()
+    here = [chain for chain in schedule.chains if schedule.placement[chain.stages[0]] in lowered.ranks]
+    firsts = {m: chain.stages[0] for chain in here for m in chain.microbatches}
+    if not firsts:
+        return None
+
+    def row(m: int) -> Any:
+        wanted = signatures[m].with_grad()
+        gradients = iter(buffers.values.pop(Tag("B", firsts[m], BATCH, m), ()))
+        pairs = zip(wanted.leaves, arguments.inputs[m], strict=True)
+        return wanted.wrap([next(gradients) if leaf.grad else torch.zeros_like(t) for leaf, t in pairs])
+
+    rows = [row(m) for m in sorted(firsts)]
+    whole = lowered.form.trees["inputs"].whole if "inputs" in lowered.form.trees else None
+    if whole is None:
+        return without_constants(_in_form_of_inputs(rows, lowered, owned))
+    columns = zip(whole, *map(tree_leaves, rows), strict=True)
+    leaves = (reduce(torch.add, column) if of_each else joined(*column) for of_each, *column in columns)
+    return without_constants(tree_structure(rows[0]).unflatten(leaves))
+
+
+def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> Any:
+    """Join rows along axis 0 where the inputs were a whole batch; else return Microbatches."""
+    if lowered.form.rows is not None:
+        return Microbatches(rows).join()
+    return Microbatches(tree_map(owned, row) for row in rows)
+
+
+def _aux(
+    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, lasts: Sequence[int], owned: Owned
+) -> Aux:
+    schedule, metrics = lowered.schedule, {}
+    for model in sorted(
+        {low.model_stage for low in lowered.stages.values() if low.metrics.treedef != _NOTHING}
+    ):
+        stages = [s for s in range(schedule.stages) if schedule.model_stages[s] == model]
+        rows = _rows(lowered, buffers, stages, "metrics")
+        if any(row is not None for row in rows):
+            metrics[model] = _stacked(rows, owned)
+    state = {s: arguments.form.state[s].wrap(map(owned, leaves)) for s, leaves in buffers.state.items()}
+    returned = any([low.aux.treedef != _NOTHING for low in lowered.stages.values()])
+    rows = _rows(lowered, buffers, lasts, "aux") if returned else []
+    return Aux(metrics, state, _stacked(rows, owned) if any(row is not None for row in rows) else None)
+
+
+def _rows(lowered: LoweredStep, buffers: Buffers, stages: Sequence[int], name: str) -> list[Any]:
+    """List a tree that stages keep for the caller, for every microbatch of every step that this process ran.
+
+    Args:
+        name: field of :class:`LoweredStage`, an item of ``_KEPT``.
+    """
+    chains = {stage: chain for chain in lowered.schedule.chains for stage in chain.stages}
+    keys = [
+        (stage, m) for stage in stages for m in chains[stage].microbatches if (stage, m) in lowered.stages
+    ]
+    rows, number = list[Any](), _KEPT.index(name)
+    for kept in (*buffers.kept_before, buffers.kept):
+        for key in keys:
+            low = lowered.stages[key]
+            trees: list[Signature] = [getattr(low, each) for each in _KEPT]
+            start = (low.loss is not None) + sum(len(tree.leaves) for tree in trees[:number])
+            leaves = kept.get(key, ())[start : start + len(trees[number].leaves)]
+            rows.append(trees[number].wrap(leaves))
+    return rows
+
+
+def _stacked(rows: list[Any], owned: Owned) -> Any:
+    """Stack trees along a new axis; return Microbatches if they differ in structure, shape or dtype."""
+    first, *others = ((tree_structure(row), [(t.shape, t.dtype) for t in tree_leaves(row)]) for row in rows)
+    if any(other != first for other in others):
+        return Microbatches(tree_map(owned, row) for row in rows)
+    return Microbatches(rows).stack()
+
+
+class Owned:
+    """Copies a tensor unless nothing else uses its memory, so that results belong to the caller.
+
+    Args:
+        arguments: tensors of the caller, whose memory results must not share; read at the first call.
+    """
+
+    def __init__(self, arguments: Iterable[torch.Tensor]) -> None:
+        self._arguments = arguments
+        self._taken: set[int] | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._taken is None:
+            self._taken = {address(t) for t in self._arguments if not is_wrapped(t)}
+        if (layout := layout_of(tensor)) is not None:
+            return distributed(self(local(tensor)), layout)
+        if is_wrapped(tensor):
+            return tensor
+        here = address(tensor)
+        whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        # A scalar may be the weight of the microbatch itself, which later steps use again.
+        if tensor._is_view() or not whole or here in self._taken or tensor.ndim == 0:
+            return tensor.clone()
+        self._taken.add(here)
+        return tensor
 
 
 _NOWHERE = 2**62

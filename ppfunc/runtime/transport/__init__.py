@@ -1,7 +1,5 @@
-"""Carry messages between ranks, as `ppfunc.runtime.ports` asks for them::
+"""Carry messages between ranks in processes of their own, as `ppfunc.runtime.ports` asks for them::
 
-inprocess.py      InProcess      all ranks in one process: a message is an entry of the buffers
-                  OnPaper        those of a mesh whose processes do not exist: lowered, never run
 p2p.py            P2P            one process per rank: its control half is ``control/control.py``
   pair_groups.py    PairGroups     messages from one rank to another, a communicator per route
                     open_groups    opens the communicators of routes and axes, in one order on all ranks

@@ -25,6 +25,7 @@ from weakref import finalize, ref
 import torch
 
 from ..control.links import SocketLinks
+from ..ports.protocols import aligned
 from ..values.buffers import Leaves
 from ..values.errors import LinkError
 
@@ -34,13 +35,7 @@ _SLEEP = 20  # milliseconds between looks whether a signal has come, or a rank h
 _UNUSED = 1000  # messages that leave a slot free before its memory goes back: a warm step has fewer
 _RECORD = struct.Struct("<QQ")
 _MODES = os.O_RDWR, os.O_RDONLY, os.O_WRONLY  # of the file, of the places that come, of those that go back
-_ALIGNED = 64  # bytes between the beginnings of tensors
 _Slot = tuple[int, int]  # bytes, and their place in the file
-
-
-def aligned(size: int) -> int:
-    """Return the bytes that a tensor takes in a buffer with others."""
-    return -(-size // _ALIGNED) * _ALIGNED
 
 
 def plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

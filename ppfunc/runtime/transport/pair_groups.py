@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +21,10 @@ from ppfunc.stage.device import unique_name
 from ..control.connections import in_thread
 from ..control.links import Rendezvous, SocketLinks, give_way
 from ..ports import _torch
-from ..ports.protocols import Call, Route, Transfer
+from ..ports.protocols import Call, Route, Transfer, joining
 from ..values.buffers import Buffers
 from ..values.errors import LinkError
-from .mapped import Receiver, Sender, aligned, open_mapped, plain
+from .mapped import Receiver, Sender, open_mapped, plain
 
 # Dtypes that every backend can carry; anything else travels as its bytes.
 _PLAIN = {
@@ -40,7 +39,6 @@ _PLAIN = {
 }
 _CHANNEL = "open"
 _LATER = 30.0  # seconds
-_SMALL = 2**14  # bytes of tensors that travel in one buffer
 _LOST = (
     "Connection closed",
     "Connection reset",
@@ -295,28 +293,6 @@ def lost(peer: int, error: BaseException) -> BaseException:
     if isinstance(error, dist.DistNetworkError) or any(words in text for words in _LOST):
         return LinkError(peer, "gone")
     return error
-
-
-def joining(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]] | None:
-    """Make a function that moves small tensors of a list into a buffer, which lives as long as any of them.
-
-    Returns:
-        The function, which returns the tensors that travel, the buffer first; None for one or two tensors.
-    """
-    small = {n: leaf for n, leaf in enumerate(transfer.leaves) if 0 < leaf.nbytes <= _SMALL}
-    if len(small) < 3:
-        return None
-    starts = [0, *accumulate(aligned(leaf.nbytes) for leaf in small.values())]
-
-    def join(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        buffer = torch.empty(starts[-1], dtype=torch.uint8, device=transfer.device)
-        alone = [t for n, t in enumerate(tensors) if n not in small]
-        for at, (n, leaf) in zip(starts, small.items(), strict=False):
-            part = buffer[at : at + leaf.nbytes].view(leaf.dtype).view(leaf.shape)
-            tensors[n] = part.copy_(tensors[n]) if transfer.outgoing else part
-        return [buffer, *alone]
-
-    return join
 
 
 def _wire(transfer: Transfer) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ppfunc.runtime import Transport
 from ppfunc.runtime.lowering.comparison import note_data_axis
 from ppfunc.runtime.lowering.ties import Tied
-from ppfunc.runtime.ports.protocols import Axes, Collective, ShardWhat
-from ppfunc.runtime.transport.inprocess import CollectiveOnPaper
+from ppfunc.runtime.ports.protocols import Axes, Collective, CollectiveOnPaper, ShardWhat
 from ppfunc.schedule import Schedule
 from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local, placements_of
 from ppfunc.stage.signature import differentiable, flatten
