@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ppfunc as pp
-from ppfunc.tuning import search, tune
+from ppfunc.tuning import tune as tuning
 from ppfunc.tuning.stages import MICROBATCHES, concurrency_of, rows_of, seconds_of, times_of
 from tests.models import BatchNormed, squared
 
@@ -145,7 +145,7 @@ def test_where_nothing_fits_only_the_smallest_is_worked_out():
 def test_a_stage_is_measured_once(monkeypatch):
     """Of each microbatch, rematerialisation and number of stages, whatever the grid and schedule."""
     timed = []
-    monkeypatch.setattr(search, "times_of", lambda *args: timed.append(args) or times_of(*args))
+    monkeypatch.setattr(tuning, "times_of", lambda *args: timed.append(args) or times_of(*args))
     found = pp.tune(**arguments(top=1))
     assert len(timed) == 2 * 2 * 3 and found.waiting > 20
 
@@ -166,9 +166,9 @@ def test_a_plan_is_ranked_where_it_is_faster():
 def test_plans_may_compute_again_and_move_under_a_limit(monkeypatch):
     seen = []
     monkeypatch.setattr(
-        search, "plan", lambda *args, **kw: seen.append((args[2], kw["cap"])) or pp.plan(*args, **kw)
+        tuning, "plan", lambda *args, **kw: seen.append((args[2], kw["cap"])) or pp.plan(*args, **kw)
     )
-    monkeypatch.setattr(tune, "accelerates", lambda device: True)
+    monkeypatch.setattr(tuning, "accelerates", lambda device: True)
     options = {
         "schedules": ["gpipe"],
         "grids": [(2, 1)],

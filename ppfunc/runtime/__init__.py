@@ -12,9 +12,9 @@ those above it in this list::
     paper/         what is known before anything runs: text, bytes, operations
 
 `step.py` is the loop: a call from its arguments to its result, and the compiled steps that are kept while
-their guards hold. Four objects last from call to call: `StagePrograms` owns the programs of stages,
-`CompiledSteps` the compiled steps, `Agreement` the facts that the ranks agreed on, `StepFunction` the
-addresses of the parameters. Each room's docstring draws its own flow.
+their stages read the same values. Three objects last from call to call: `StagePrograms` owns the programs of
+stages, `Agreement` the facts that the ranks agreed on, `StepFunction` the compiled steps. Each room's
+docstring draws its own flow.
 """
 
 from typing import TYPE_CHECKING

@@ -4,7 +4,7 @@
 
     StepFunction._run        a call, which fails on every rank or on none
       read_arguments           trees -> leaves and their form
-      CompiledSteps.find       the compiled step for this form, agreed with all ranks; where it is new:
+      find                     the compiled step for this form, agreed with all ranks; where it is new:
         lower                    stages, schedule, form -> LoweredStep
         compile_step             LoweredStep -> CompiledStep, one flat list of calls
       run_step                 the compiled step, run to its end on all ranks
@@ -93,7 +93,12 @@ class StepFunction(Generic[P, R]):
         self._known = getattr(first, "known", None)
         # Form and addresses of the parameters that were last checked for shared memory.
         self._addresses: tuple[StepForm, list[int]] | None = None
-        self._compiled = CompiledSteps(pipeline)
+        self._agreement = Agreement(pipeline)
+        self._building = threading.local()
+        self._lock = threading.Lock()
+        self._entries: list[Entry] = []  # the one that ran last comes last
+        self._hits = self._misses = self._traced = 0
+        self._warned = False  # of microbatches whose rows count unlike
         self._siblings: dict[tuple[str, ...], StepFunction[P, R]] = {}
 
     __reduce__ = not_copied(
@@ -164,7 +169,7 @@ class StepFunction(Generic[P, R]):
                 if transforming():
                     self._require_servable_under_transforms()
                 steps = self._read_steps(self._read(*args, **kwargs))
-                find = find or partial(self._compiled.find, purpose="recorded" if recorder else "run")
+                find = find or partial(self._find, purpose="recorded" if recorder else "run")
                 device = steps[0].form.accelerator
                 with nullcontext() if device is None else on_device(device):
                     result, timeline = run_step(find(steps), steps, transport, recorder)
@@ -182,12 +187,11 @@ class StepFunction(Generic[P, R]):
         """
         from .paper.analysis import LoweredFunction
 
-        _, lowered, agreed, guards = self._lower(args, kwargs)
+        _, lowered, entry = self._lower(args, kwargs)
 
         def runner(compiled: CompiledStep) -> Callable[P, R]:
-            guards.require()
-            entry = Entry(lowered.form, agreed, guards, compiled, lowered.form.laid_out())
-            find = partial(self._compiled.reuse, entry)
+            entry.require()
+            find = partial(self._reuse, entry._replace(compiled=compiled))
             return lambda *args, **kwargs: self._run(args, kwargs, find=find)[0]
 
         return LoweredFunction(lowered, self.pipeline.programs, self.pipeline.transport, runner)
@@ -200,22 +204,26 @@ class StepFunction(Generic[P, R]):
         """
         from .paper.analysis import shapes_of
 
-        arguments, lowered, agreed, _ = self._lower(args, kwargs)
-        return self._returned(shapes_of(lowered, arguments, agreed.losses))
+        arguments, lowered, entry = self._lower(args, kwargs)
+        return self._returned(shapes_of(lowered, arguments, entry.agreed.losses))
 
-    def _lower(self, args: Any, kwargs: Any) -> tuple[StepArguments, LoweredStep, Agreed, Guards]:
-        transport = self.pipeline.transport
+    def _lower(self, args: Any, kwargs: Any) -> tuple[StepArguments, LoweredStep, Entry]:
+        """Lower a step without keeping it. Return it with the conditions under which it may run."""
+        transport, programs = self.pipeline.transport, self.pipeline.programs
         with transport.hold_interrupts():
             try:
                 raw = self._read(*args, **kwargs)
                 first = raw[0] if isinstance(raw, list) else raw
                 arguments = self._read_arguments(first, None, abstract=True)
-                lowered, agreed, guards = self._compiled.lower(arguments)
+                exchange = self._begin([arguments], LOWERED)
+                lowered = self._lower_step(arguments, exchange)
+                agreed = exchange.conclude(lowered, arguments.update)
+                entry = Entry.of(lowered.form, agreed, lowered, programs)
                 transport.end({}, {})
             except BaseException as raised:
                 self._fail(raised)
         transport.ended += 1
-        return arguments, lowered, agreed, guards
+        return arguments, lowered, entry
 
     def returning(self, *more: str) -> StepFunction[P, R]:
         """Return the step function of this pipeline that makes these results too, fields of a StepResult."""
@@ -230,11 +238,13 @@ class StepFunction(Generic[P, R]):
 
     def cache_info(self) -> CacheInfo:
         """Count the calls that found their program compiled, and the calls that compiled it."""
-        return self._compiled.info()
+        return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._entries))
 
     def cache_clear(self) -> None:
         """Drop every compiled program, and the evaluations and programs of the stages."""
-        self._compiled.clear()
+        self._entries = []
+        self._hits = self._misses = self._traced = 0
+        self.pipeline.programs.clear()
 
     # -- one call --------------------------------------------------------------------------
 
@@ -252,7 +262,7 @@ class StepFunction(Generic[P, R]):
 
     def _read_steps(self, raw: RawArguments | list[RawArguments]) -> Sequence[StepArguments]:
         """Read the arguments of every step of the call, all of one form."""
-        steps, entry = [], self._compiled.last
+        steps, entry = [], self._last
         form = None if entry is None else entry.form
         for each in raw if isinstance(raw, list) else [raw]:
             steps.append(self._read_arguments(each, form))
@@ -315,6 +325,128 @@ class StepFunction(Generic[P, R]):
         finally:
             del raised, failure, cause, error  # an error that is kept keeps this frame
 
+    # -- the compiled step of a call -------------------------------------------------------
+
+    @property
+    def _last(self) -> Entry | None:
+        """Return the compiled step of the last call."""
+        entries = self._entries  # which another thread may replace
+        return entries[-1] if entries else None
+
+    def _find(self, steps: Sequence[StepArguments], purpose: str) -> Entry:
+        """Return the compiled step for these arguments, built with the peers if their form is new."""
+        self._require_frozen_unchanged()
+        form, last, transport = steps[0].form, self._last, self.pipeline.transport
+        if last is not None and (last.form is not form or not last.holds()):
+            last = None  # of another form or mode than those of the last call
+        # Without peers there is nothing to agree on, unless places of a parameter may have been written.
+        update = steps[0].update
+        alone = not transport.has_peers and (update is None or update.known)
+        if last is None or not alone or last.agreed.generation != transport.generation:
+            exchange = self._begin(steps, purpose, last and last.agreed.shapes)
+            if last is None or last.agreed is not exchange.agreed:
+                with self._lock:
+                    entry = self._cached(form, exchange.agreed)
+                return entry or self._build(steps[0], exchange)
+        self._hits += 1
+        return last
+
+    def _reuse(self, entry: Entry, steps: Sequence[StepArguments]) -> Entry:
+        """Begin a step with the peers, and return the compiled step of ``step.lower(...).compile()`` for it.
+
+        Raises:
+            ValueError: the arguments have another form than those compiled for, or a guard fails.
+            RuntimeError: a step has failed since it was lowered.
+        """
+        exchange = self._begin(steps, "run as it was compiled")
+        entry.require()
+        self._require_frozen_unchanged()
+        if entry.agreed.generation != self.pipeline.transport.generation:
+            raise RuntimeError(
+                "a step has failed since this one was lowered, and the ranks agree anew; lower and compile it"
+                " again"
+            )
+        other = _difference(steps[0].form, entry.form)
+        if other or exchange.shapes != entry.agreed.shapes:
+            raise ValueError(
+                f"{other or f'the batch has {exchange.shapes.text}, it had {entry.agreed.shapes.text}'}, when"
+                " the step was compiled; call the step function, which compiles for every form"
+            )
+        return entry
+
+    def _begin(
+        self, steps: Sequence[StepArguments], purpose: str, shapes: BatchShapes | None = None
+    ) -> Exchange:
+        """Begin a step with the peers.
+
+        Args:
+            shapes: shapes of the batch, if it has the form of the last call.
+        """
+        form, last = steps[0].form, self._last
+        # A process that was given no batch learns its shapes.
+        shapes = None if form.inputs is None else shapes or BatchShapes.of(form.inputs, form.rows)
+        exchange = self._agreement.begin(steps, shapes, purpose)
+        if last is not None and last.agreed.generation != self.pipeline.transport.generation:
+            self._entries = []  # what was compiled before a failure is of no use after it
+        return exchange
+
+    def _cached(self, form: StepForm, agreed: Agreed | None) -> Entry | None:
+        """Find the entry that holds for arguments of this form; called under the lock."""
+        for n, entry in enumerate(self._entries):
+            if entry.agreed is agreed and entry.form.key == form.key and entry.holds():
+                self._hits += 1
+                entry = entry._replace(form=form)
+                self._entries = [*self._entries[:n], *self._entries[n + 1 :], entry]
+                return entry
+        return None
+
+    def _build(self, arguments: StepArguments, exchange: Exchange) -> Entry:
+        """Lower, compile and keep a step. Return the entry of another thread that has built it meanwhile."""
+        if getattr(self._building, "active", False):
+            raise RuntimeError(
+                f"a stage calls the step function that it is part of ({self.pipeline.spec.name}); call a"
+                " function of its own from a stage"
+            )
+        self._building.active, before = True, self.pipeline.programs.evaluations
+        try:
+            given = arguments.inputs, arguments.targets, *arguments.extras.values()
+            with trying(chain.from_iterable(given)):
+                lowered = self._lower_step(arguments, exchange)
+                compiled = compile_step(lowered, self.pipeline.programs, self.pipeline.transport)
+            agreed = exchange.conclude(lowered, arguments.update)
+        finally:
+            self._building.active = False
+        form = arguments.form
+        with self._lock:
+            if (built := self._cached(form, agreed)) is not None:
+                return built
+            last = self._last
+            entry = Entry.of(form, agreed, lowered, self.pipeline.programs, compiled)
+            self._misses += 1
+            self._entries = [*self._entries[1 - CACHE_SIZE :], entry]
+            self._traced += (anew := self.pipeline.programs.evaluations > before)
+        if anew and self._traced == _RETRACES and last is not None:
+            _warn_of_retraces(self.pipeline, form, last)
+        if lowered.losses and arguments.loss_weights is None and not self._warned:
+            self._warned = _warn_of_rows(form)
+        return entry
+
+    def _lower_step(self, arguments: StepArguments, exchange: Exchange) -> LoweredStep:
+        pipeline, form = self.pipeline, arguments.form
+        if form.inputs is None:  # of a process that was not given the batch
+            form = form._replace(rows=exchange.shapes.rows)
+        exchange.require_same_layouts(form)
+        lowered = lower(pipeline, form, arguments.example, exchange.send, exchange.recv)
+        if pipeline.spec.frozen is not None:
+            for low in {id(low.outline): low for low in lowered.stages.values()}.values():
+                pipeline.spec.frozen.watch(low.model_stage, low.outline.modules)
+        return lowered
+
+    def _require_frozen_unchanged(self) -> None:
+        frozen = self.pipeline.spec.frozen
+        if frozen is not None and frozen.watched and not self.pipeline.schedule.forward_only:
+            frozen.require_unchanged()
+
 
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
@@ -333,9 +465,10 @@ def run_step(
     Raises:
         StepFailed: with the place of the call that raised.
     """
-    spec, loss_parts = entry.compiled.lowered.spec, entry.agreed.losses
-    compiled = entry.compiled if recorder is None else recorder.attach(entry.compiled)
-    lowered = compiled.lowered
+    plain, loss_parts = entry.compiled, entry.agreed.losses
+    assert plain is not None
+    compiled, lowered = plain if recorder is None else recorder.attach(plain), plain.lowered
+    spec = lowered.spec
     transport.ready(entry.layouts)
     # Under a torch.func transform from outside, that transform decides what is recorded.
     with (
@@ -357,13 +490,12 @@ def run_step(
         del buffers  # the step may run again
         if spec.finite and update is None:
             tensors = [*losses.values(), *tree_leaves((result.grads, result.input_grads))]
-            compared = [count_nonfinite(tensors, entry.compiled, transport), *compared]
-        guards = entry.guards
-        timeline = None if recorder is None else gather(entry.compiled, recorder.intervals(), transport)
+            compared = [count_nonfinite(tensors, plain, transport), *compared]
+        timeline = None if recorder is None else gather(plain, recorder.intervals(), transport)
         try:
-            loss = transport.end(losses, loss_parts, guards.mode, compared, guards.changed)
+            loss = transport.end(losses, loss_parts, entry.mode, compared, entry.changed)
         except NotFinite as cause:  # on all ranks
-            raise locate_nonfinite(entry.compiled, fill(lowered, steps[0]), transport, cause) from cause
+            raise locate_nonfinite(plain, fill(lowered, steps[0]), transport, cause) from cause
         if loss is not None and "losses" in spec.wants:
             return result._replace(loss=loss[0].clone(), losses=loss[1:].clone()), timeline
         return result._replace(loss=loss), timeline
@@ -381,34 +513,52 @@ class CacheInfo(NamedTuple):
     currsize: int
 
 
-class Guards(NamedTuple):
-    """Note the values that stages read beside their arguments: a compiled step runs for the same values only.
+class Entry(NamedTuple):
+    """Keep a compiled step with the conditions under which it may run.
+
+    Its stages read values beside their arguments; it runs while these are as they were.
 
     Args:
-        states: state of these values, with the watch that reads it.
+        form: form of the arguments of the last call that ran it.
+        agreed: the facts that the ranks agreed on for it.
+        layouts: layouts of its DTensors.
+        states: state of the values that stages read, with the watch that reads it.
         ambient: state of torch, such as autocast.
         mode: mode of all modules.
         changed: values that have changed since the first step, in JSON, to compare with other ranks.
+        compiled: the step; None if it is lowered alone.
     """
 
+    form: StepForm
+    agreed: Agreed
+    layouts: LaidOut
     states: tuple[tuple[Watch, State], ...]
     ambient: tuple[Hashable, ...]
     mode: Mode
     changed: Mapping[str, str]
+    compiled: CompiledStep | None = None
 
     @classmethod
-    def now(cls, lowered: LoweredStep, programs: StagePrograms) -> Self:
-        """Take the guards of a step that is lowered now."""
+    def of(
+        cls,
+        form: StepForm,
+        agreed: Agreed,
+        lowered: LoweredStep,
+        programs: StagePrograms,
+        compiled: CompiledStep | None = None,
+    ) -> Self:
+        """Note the conditions of a step that is lowered now, for arguments of this form."""
         functions = {id(low.call.function): low.call.function for low in lowered.stages.values()}
         states = dict(chain.from_iterable(map(programs.states, functions.values())))
         modules = {module for low in lowered.stages.values() for module in low.outline.modules}
         modes = {module.training for module in modules}
         mode: Mode = "mixed" if len(modes) != 1 else "training" if modes.pop() else "evaluation"
-        read = (programs.changes(low.call) for low in lowered.stages.values())
-        return cls(tuple(states.items()), ambient(), mode, dict(chain.from_iterable(read)))
+        changed = dict(chain.from_iterable(programs.changes(low.call) for low in lowered.stages.values()))
+        layouts = lowered.form.laid_out()
+        return cls(form, agreed, layouts, tuple(states.items()), ambient(), mode, changed, compiled)
 
-    def hold(self) -> bool:
-        """Tell whether all is as noted."""
+    def holds(self) -> bool:
+        """Tell whether the values that stages read are as noted."""
         return self.ambient == ambient() and all(watch.state() is state for watch, state in self.states)
 
     @property
@@ -419,188 +569,12 @@ class Guards(NamedTuple):
         return ", ".join([*dict.fromkeys(texts), *torchs][:4])
 
     def require(self) -> None:
-        """Raise ValueError where they do not hold."""
-        if not self.hold():
+        """Raise ValueError where the values that stages read have changed."""
+        if not self.holds():
             raise ValueError(
                 f"what the stages read has changed since the step was lowered: {self.changes}; lower and"
                 " compile it again"
             )
-
-
-class Entry(NamedTuple):
-    """Keep a compiled step with the conditions under which it may run.
-
-    Args:
-        form: form of the arguments of the last call that ran it.
-        agreed: the facts that the ranks agreed on for it.
-        guards: values that the stages read beside their arguments.
-        compiled: the step.
-        layouts: layouts of its DTensors.
-    """
-
-    form: StepForm
-    agreed: Agreed
-    guards: Guards
-    compiled: CompiledStep
-    layouts: LaidOut
-
-
-class CompiledSteps:
-    """Owns the compiled steps of one step function, for a bounded number of forms.
-
-    Several threads may use it. Its :class:`Agreement` has the facts that the ranks agreed on.
-
-    Args:
-        pipeline: the parts of the step function.
-    """
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._agreement = Agreement(pipeline)
-        self._building = threading.local()
-        self._lock = threading.Lock()
-        self._entries: list[Entry] = []  # the one that ran last comes last
-        self._hits = self._misses = self._traced = 0
-        self._warned = False  # of microbatches whose rows count unlike
-
-    @property
-    def last(self) -> Entry | None:
-        """Return the compiled step of the last call."""
-        entries = self._entries
-        return entries[-1] if entries else None
-
-    def find(self, steps: Sequence[StepArguments], purpose: str) -> Entry:
-        """Return the compiled step for these arguments, built with the peers if their form is new."""
-        self._require_frozen_unchanged()
-        form, last, transport = steps[0].form, self.last, self._pipeline.transport
-        if last is not None and (last.form is not form or not last.guards.hold()):
-            last = None  # of another form or mode than those of the last call
-        # Without peers there is nothing to agree on, unless places of a parameter may have been written.
-        update = steps[0].update
-        alone = not transport.has_peers and (update is None or update.known)
-        if last is None or not alone or last.agreed.generation != transport.generation:
-            exchange = self._begin(steps, purpose, last and last.agreed.shapes)
-            if last is None or last.agreed is not exchange.agreed:
-                with self._lock:
-                    entry = self._cached(form, exchange.agreed)
-                return entry or self._build(steps[0], exchange)
-        self._hits += 1
-        return last
-
-    def lower(self, arguments: StepArguments) -> tuple[LoweredStep, Agreed, Guards]:
-        """Lower a step without keeping it. Return it with the conditions under which it may run."""
-        exchange = self._begin([arguments], LOWERED)
-        lowered = self._lower(arguments, exchange)
-        agreed = exchange.conclude(lowered, arguments.update)
-        return lowered, agreed, Guards.now(lowered, self._pipeline.programs)
-
-    def reuse(self, entry: Entry, steps: Sequence[StepArguments]) -> Entry:
-        """Begin a step with the peers, and return the compiled step of ``step.lower(...).compile()`` for it.
-
-        Raises:
-            ValueError: the arguments have another form than those compiled for, or a guard fails.
-            RuntimeError: a step has failed since it was lowered.
-        """
-        exchange = self._begin(steps, "run as it was compiled")
-        entry.guards.require()
-        self._require_frozen_unchanged()
-        if entry.agreed.generation != self._pipeline.transport.generation:
-            raise RuntimeError(
-                "a step has failed since this one was lowered, and the ranks agree anew; lower and compile it"
-                " again"
-            )
-        other = _difference(steps[0].form, entry.form)
-        if other or exchange.shapes != entry.agreed.shapes:
-            raise ValueError(
-                f"{other or f'the batch has {exchange.shapes.text}, it had {entry.agreed.shapes.text}'}, when"
-                " the step was compiled; call the step function, which compiles for every form"
-            )
-        return entry
-
-    def info(self) -> CacheInfo:
-        """Count the calls that found their step compiled, and the calls that compiled it."""
-        return CacheInfo(self._hits, self._misses, CACHE_SIZE, len(self._entries))
-
-    def clear(self) -> None:
-        """Drop every compiled step, and the programs of the stages."""
-        self._entries = []
-        self._hits = self._misses = self._traced = 0
-        self._pipeline.programs.clear()
-
-    def _begin(
-        self, steps: Sequence[StepArguments], purpose: str, shapes: BatchShapes | None = None
-    ) -> Exchange:
-        """Begin a step with the peers.
-
-        Args:
-            shapes: shapes of the batch, if it has the form of the last call.
-        """
-        form, last = steps[0].form, self.last
-        # A process that was given no batch learns its shapes.
-        shapes = None if form.inputs is None else shapes or BatchShapes.of(form.inputs, form.rows)
-        exchange = self._agreement.begin(steps, shapes, purpose)
-        if last is not None and last.agreed.generation != self._pipeline.transport.generation:
-            self._entries = []  # what was compiled before a failure is of no use after it
-        return exchange
-
-    def _cached(self, form: StepForm, agreed: Agreed | None) -> Entry | None:
-        """Find the entry that holds for arguments of this form; called under the lock."""
-        for n, entry in enumerate(self._entries):
-            if entry.agreed is agreed and entry.form.key == form.key and entry.guards.hold():
-                self._hits += 1
-                entry = entry._replace(form=form)
-                self._entries = [*self._entries[:n], *self._entries[n + 1 :], entry]
-                return entry
-        return None
-
-    def _build(self, arguments: StepArguments, exchange: Exchange) -> Entry:
-        """Lower, compile and keep a step. Return the entry of another thread that has built it meanwhile."""
-        if getattr(self._building, "active", False):
-            raise RuntimeError(
-                f"a stage calls the step function that it is part of ({self._pipeline.spec.name}); call a"
-                " function of its own from a stage"
-            )
-        self._building.active, before = True, self._pipeline.programs.evaluations
-        try:
-            given = arguments.inputs, arguments.targets, *arguments.extras.values()
-            with trying(chain.from_iterable(given)):
-                lowered = self._lower(arguments, exchange)
-                compiled = compile_step(lowered, self._pipeline.programs, self._pipeline.transport)
-            agreed = exchange.conclude(lowered, arguments.update)
-        finally:
-            self._building.active = False
-        form = arguments.form
-        with self._lock:
-            if (built := self._cached(form, agreed)) is not None:
-                return built
-            last = self.last
-            entry = Entry(
-                form, agreed, Guards.now(lowered, self._pipeline.programs), compiled, lowered.form.laid_out()
-            )
-            self._misses += 1
-            self._entries = [*self._entries[1 - CACHE_SIZE :], entry]
-            self._traced += (anew := self._pipeline.programs.evaluations > before)
-        if anew and self._traced == _RETRACES and last is not None:
-            _warn_of_retraces(self._pipeline, form, last)
-        if lowered.losses and arguments.loss_weights is None and not self._warned:
-            self._warned = _warn_of_rows(form)
-        return entry
-
-    def _lower(self, arguments: StepArguments, exchange: Exchange) -> LoweredStep:
-        pipeline, form = self._pipeline, arguments.form
-        if form.inputs is None:  # of a process that was not given the batch
-            form = form._replace(rows=exchange.shapes.rows)
-        exchange.require_same_layouts(form)
-        lowered = lower(pipeline, form, arguments.example, exchange.send, exchange.recv)
-        if pipeline.spec.frozen is not None:
-            for low in {id(low.outline): low for low in lowered.stages.values()}.values():
-                pipeline.spec.frozen.watch(low.model_stage, low.outline.modules)
-        return lowered
-
-    def _require_frozen_unchanged(self) -> None:
-        frozen = self._pipeline.spec.frozen
-        if frozen is not None and frozen.watched and not self._pipeline.schedule.forward_only:
-            frozen.require_unchanged()
 
 
 def _difference(now: StepForm, before: StepForm) -> str:
@@ -630,7 +604,7 @@ def _warn_of_rows(form: StepForm) -> bool:
 
 def _warn_of_retraces(pipeline: Pipeline, now: StepForm, last: Entry) -> None:
     """Warn once that a step function traces again and again, and name the change."""
-    what = _difference(now, last.form) or f"{last.guards.changes or 'a type or device of tensors'} changed"
+    what = _difference(now, last.form) or f"{last.changes or 'a type or device of tensors'} changed"
     fixed = pipeline.programs.dynamic or not all(getattr(fn, "sizes_vary", True) for fn in pipeline.stages)
     varying = "" if fixed else "let sizes vary, engine=ppfunc.engines.graph(dynamic=True), "
     warn(

@@ -1,11 +1,25 @@
-"""Tune: rank configurations of a training step by predicted time, under a limit of memory."""
+"""Tune: rank configurations of a training step by predicted time, under a limit of memory.
 
-from collections.abc import Callable, Sequence
+The stages of all configurations are measured, all schedules simulated, and the peaks of the fastest found.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from heapq import heappop, heappush
 from inspect import signature
-from math import inf
-from typing import Any, Literal, get_args
+from itertools import product
+from math import inf, prod
+from operator import ge
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppfunc._checks import (
     naming_arguments,
@@ -14,25 +28,508 @@ from ppfunc._checks import (
     require_one_of,
     require_positive,
     require_type,
+    show_table,
     shown,
+    table,
     with_arguments,
 )
-from ppfunc.runtime import Transport
+from ppfunc.runtime import Axes, OnPaper, Transport
+from ppfunc.runtime.paper.ledger import Memory
 from ppfunc.runtime.ports.protocols import ShardWhat
-from ppfunc.schedule import BUILDERS, Schedule, find_builder
+from ppfunc.schedule import (
+    BUILDERS,
+    Costs,
+    Schedule,
+    Timeline,
+    find_builder,
+    one_f_one_b,
+    plan,
+    simulate,
+)
+from ppfunc.schedule.formats.svg import Point, amount, draw, short
+from ppfunc.schedule.planner.overview import bound_of_order
 from ppfunc.splitter import Split
-from ppfunc.stage import Engine, Loss
+from ppfunc.stage import Engine, Loss, StageError, graph
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.training import Trainer
 from ppfunc.training.optim import Optimizer
+from ppfunc.training.trainer import completed, on_meta
 
-from .rows import Row, Tuning, choices_of, grids_of
-from .search import Configurations
-from .stages import Cuts, Lay, Speeds, concurrency_of, parameters_of
+from .stages import (
+    MICROBATCHES,
+    Cuts,
+    Lay,
+    Speeds,
+    concurrency_of,
+    parameters_of,
+    remembering,
+    rows_of,
+    seconds_of,
+    times_of,
+)
 
 _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
 TRAINING = tuple(n for n, build in BUILDERS.items() if n not in _ALIKE and not build(2, 4).forward_only)
+
+
+# -- the choices, and the rows of the table
+
+Grid = tuple[int, int, int]
+"""Ranks of a pipeline, data ranks, tensor ranks."""
+
+
+class Choice(NamedTuple):
+    """Hold the choices of a row beside its schedule.
+
+    Args:
+        pipe, data, tensor: ranks of a pipeline, and of the axes over which it has copies, and parts.
+        microbatch: rows of a microbatch.
+        remat: argument of the engine, ``engines.graph(remat=...)``.
+        shard: argument of the transport, ``P2P(mesh=..., axes=..., shard=...)``.
+    """
+
+    pipe: int
+    data: int
+    tensor: int
+    microbatch: int
+    remat: Any
+    shard: ShardWhat
+
+    @property
+    def grid(self) -> str:
+        """Write the ranks of each axis, without trailing axes of size 1."""
+        sizes = (self.pipe, self.data, self.tensor)
+        return " x ".join(map(str, sizes[: 3 if self.tensor > 1 else 2 if self.data > 1 else 1]))
+
+    def __str__(self) -> str:
+        grid = f"{self.grid}, shard {self.shard}" if self.data > 1 else self.grid
+        return f"ranks {grid}, microbatches of {self.microbatch}, remat {self.remat}"
+
+
+def grids_of(ranks: int, grids: Any, tensor: object) -> list[Grid]:
+    """List the requested grids of ``ranks`` ranks; without ``tensor`` they have no tensor ranks."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    every = [(p, d, ranks // p // d) for p in divisors for d in divisors if ranks % (p * d) == 0]
+    if grids == "any":
+        return [grid for grid in every if grid[2] == 1 or tensor is not None]
+    triples = [(*grid, 1) if len(grid) == 2 else tuple(grid) for grid in grids]
+    for grid, triple in zip(grids, triples, strict=True):
+        if triple not in every:
+            raise ValueError(
+                f"grids: got {grid}, expected (ranks of a pipeline, pipelines), or (ranks of a pipeline, data"
+                f" ranks, tensor ranks), whose product is {ranks}"
+            )
+    if (tensor is not None) != any(triple[2] > 1 for triple in triples):
+        raise ValueError(
+            f"grids: got {grids}, and tensor={tensor}; expected tensor ranks together with a function"
+            " tensor(mesh) that lays the model over them"
+        )
+    return triples
+
+
+def axis_sizes(transport: Transport | None, pipe: int) -> Grid:
+    """Return the ranks of each axis of a transport; without a mesh one pipeline of ``pipe`` ranks."""
+    if transport is None or transport.mesh is None:
+        return pipe, 1, 1
+    mesh, axes = transport.mesh, transport.axes
+    roles = (axes.pipe,), axes.data_axes, axes.model_axes
+    sizes = [prod(mesh[axis].size() for axis in names) for names in roles]
+    return sizes[0], sizes[1], sizes[2]
+
+
+def choices_of(
+    ranks: int, batch: int, grids: Sequence[Grid], sizes: Sequence[int] | None,
+    remats: Sequence[Any], shards: Sequence[ShardWhat], named: bool,
+) -> Iterator[Choice]:  # fmt: skip
+    """List the choices beside the schedule; rows divide in every grid that is ``named``, else in some."""
+    powers = [2**n for n in range(batch.bit_length()) if batch % (ranks * 2**n) == 0]
+    if sizes is None and not powers:
+        raise ValueError(f"batch: got {batch} rows, expected a multiple of the {ranks} ranks, or microbatch=")
+    for size, remat, grid in product(powers if sizes is None else sizes, remats, grids):
+        require_counts(microbatch=size)
+        if batch % (grid[1] * size) and (named or all(batch % (each[1] * size) for each in grids)):
+            raise ValueError(
+                f"microbatch: got {size}, expected a divisor of {batch} rows over {grid[1]} pipelines"
+            )
+        if batch % (grid[1] * size) == 0:
+            for each in shards if grid[1] > 1 else get_args(ShardWhat)[:1]:
+                yield Choice(*grid, size, remat, each)
+
+
+_OVER = 3  # rows of a table that do not fit
+
+
+class Row(NamedTuple):
+    """A configuration, with its seconds and bytes on paper.
+
+    Args:
+        choice: choices beside schedule and cuts.
+        schedule: schedule of compute only.
+        at: names of the modules that begin the stages after the first.
+        seconds: time of a step.
+        bound: the least seconds of any order of this placement, without a limit of memory; None if unknown.
+        peaks: bytes of every rank of a pipeline.
+        fits: whether no rank exceeds the limit.
+        binds: scarce resource in words: the bytes, or the time, of a rank.
+        make: ``make(transport=None) -> Trainer``, whose parameters are those of ``pp.split(model, args,
+            at=row.at)``. Several pipelines take ``P2P(mesh=mesh, axes=Axes("pp", data="dp"), shard=...)``.
+            With tensor ranks it takes ``Axes("pp", data="dp", model="tp")``, and parameters are those of
+            ``pp.split(tensor(mesh["tp"]), args, at=row.at)``.
+    """
+
+    choice: Choice
+    schedule: Schedule
+    at: tuple[str, ...]
+    seconds: float
+    bound: float | None
+    peaks: tuple[int, ...]
+    fits: bool
+    binds: str
+    make: Callable[..., Trainer]
+
+    def __str__(self) -> str:
+        return f"{self.schedule.name}, {self.choice}"
+
+
+def binding(
+    memory: Mapping[int, Memory], timeline: Timeline, seconds: float, at_once: str, fits: bool
+) -> str:
+    """Name the rank that has most of the scarce resource, bytes or time; or say that ranks wait for cores."""
+    if fits and seconds > timeline.makespan:
+        return f"cores for {at_once} ranks; {timeline.makespan:.4g} s with all"
+    if fits:
+        idle, rank = min((idle, rank) for rank, idle in enumerate(timeline.idle))
+        return f"rank {rank} computes {1 - idle / timeline.makespan:.0%}"
+    rank = max(memory, key=lambda rank: memory[rank].peak)
+    kind, size = max(memory[rank].held._asdict().items(), key=lambda item: item[1])
+    return f"needs {memory[rank].peak} bytes on rank {rank}, {amount(size)}B of {kind}"
+
+
+@dataclass(frozen=True, repr=False)
+class Tuning:
+    """The rows that were worked out: those that fit, the fastest first, then the others, the smallest first.
+
+    Args:
+        rows: rows as ranked.
+        memory: limit in bytes of a rank.
+        complete: whether nothing interrupted the search.
+        waiting: number of candidates left: slower than the rows that fit, or too large by an estimate.
+        refused: schedules, grids, tensor ranks and microbatches that fail, with the reasons.
+    """
+
+    rows: tuple[Row, ...]
+    memory: float
+    complete: bool
+    waiting: int
+    refused: Mapping[str, str]
+
+    @property
+    def best(self) -> Row:
+        """Return the fastest row that fits.
+
+        Raises:
+            ValueError: none fits; it says what the smallest needs of the rows that were worked out.
+        """
+        if not self.rows or not self.rows[0].fits:
+            why: object = self.refused
+            if self.rows:
+                why = (
+                    f"the smallest of {len(self.rows)} rows worked out needs {max(self.rows[0].peaks):,}"
+                    f" bytes, and {self.waiting} candidates left may need less"
+                )
+            raise ValueError(f"memory: got {self.memory:,} bytes a rank, in which nothing fits; {why}")
+        return self.rows[0]
+
+    @property
+    def frontier(self) -> tuple[Row, ...]:
+        """List the rows that no row beats in both time and bytes, the fastest first."""
+        rows = sorted(self.rows, key=lambda row: (row.seconds, max(row.peaks)))
+        return tuple(r for n, r in enumerate(rows) if all(max(r.peaks) < max(q.peaks) for q in rows[:n]))
+
+    def __repr__(self) -> str:
+        fit = sum(row.fits for row in self.rows)
+        return f"Tuning(rows={len(self.rows)}, fit={fit}, waiting={self.waiting}, complete={self.complete})"
+
+    def __str__(self) -> str:
+        rows = self.rows[: sum(r.fits for r in self.rows) + _OVER]
+        cells = [[r.seconds, r.bound, f"{amount(max(r.peaks))}B", str(r), r.binds] for r in rows]
+        more = f"{len(self.rows) - len(rows)} more do not fit; " if len(rows) < len(self.rows) else ""
+        end = "" if self.complete else "; interrupted"
+        text = table(["seconds", "bound", "peak", "configuration", "what binds"], cells)
+        refused = f", {len(self.refused)} refused" if self.refused else ""
+        if not self.rows:
+            refused += "".join(f"\n{name}: {why}" for name, why in self.refused.items())
+        none = "" if not rows or rows[0].fits else f"nothing fits in {amount(self.memory)}B a rank; "
+        return f"{text}\n{none}{more}{self.waiting} candidates were left{refused}{end}"
+
+    _repr_pretty_ = show_table
+
+    def to_json(self) -> str:
+        """Return one JSON object with the fields of the tuning and of its rows; schedules are names.
+
+        Without a limit, ``memory`` is null.
+        """
+        rows = [
+            r.choice._asdict()
+            | {name: value for name, value in r._asdict().items() if name != "make"}
+            | {"schedule": r.schedule.name, "choice": str(r)}
+            for r in self.rows
+        ]
+        limit = None if self.memory == inf else self.memory
+        return json.dumps(vars(self) | {"rows": rows, "memory": limit}, default=str)
+
+    def to_svg(self, *, width: float | None = None) -> str:
+        """Draw the rows as an SVG file, seconds over bytes; rows of the frontier have their names.
+
+        Args:
+            width: width in pixels, from 720 to 100000; by default 900.
+        """
+        points = [
+            Point(max(r.peaks), r.seconds, "point" + " over" * (not r.fits), str(r) * (r in self.frontier))
+            for r in self.rows
+        ]
+        across = "peak of the fullest rank; pale: over the limit", lambda size: f"{amount(size)}B"
+        return draw(points, "Configurations on paper", str(self), width, across, ("seconds of a step", short))
+
+    _repr_svg_ = to_svg
+
+
+# -- the search
+
+
+class Simulated(NamedTuple):
+    """Hold a schedule that was simulated, in the order in which candidates become rows.
+
+    Args:
+        late: whether parameters and activations alone are more than the limit, bool.
+        key: seconds of a step; bytes of the fullest rank of a late candidate.
+        number: number of candidates before it.
+        choice, schedule, costs, timeline, seconds: the configuration, and its step on paper.
+    """
+
+    late: bool
+    key: float
+    number: int
+    choice: Choice
+    schedule: Schedule
+    costs: Costs
+    timeline: Timeline
+    seconds: float
+
+
+class Configurations:
+    """Holds the configurations that were simulated, and the rows that were worked out.
+
+    Args:
+        cuts: the model in stages, over tensor ranks.
+        trainer: function of stages, schedule, engine and transport that makes a trainer.
+        rows: inputs and targets.
+        choices: grids, microbatches, rematerialisations and shards to try.
+        link: seconds of a message, bytes per second, bytes per second of the host.
+        concurrency: number of ranks of all pipelines that can compute at one time.
+
+    The other arguments are those of :func:`ppfunc.tune`.
+    """
+
+    def __init__(
+        self, cuts: Cuts, trainer: Callable[..., Trainer], rows: tuple[Any, Any],
+        choices: Sequence[Choice], builders: Mapping[str, Callable[..., Schedule]], batch: int, memory: float,
+        link: tuple[float, float, float | None], speeds: Speeds, concurrency: float, effort: float,
+    ) -> None:  # fmt: skip
+        self._trainer, self._inputs, self._choices, self._builders = trainer, rows, choices, builders
+        self._batch, self._memory, self._effort = batch, memory, effort
+        self._link, self._speeds, self._concurrency = link, speeds, concurrency
+        self.heap, self.rows, self.refused = list[Simulated](), list[Row](), dict[str, Exception]()
+        self._seen = set[Any]()
+        self._cuts, self._split, self._costs = cuts, cache(cuts.split), cache(self._measure)
+        self._engine = cache(lambda remat: remembering(graph(remat=remat)))
+
+    def run(self, top: int, progress: Callable[[str, Row | None], object]) -> bool:
+        """Search until ``top`` rows fit.
+
+        Returns:
+            Whether nothing interrupted the search.
+        """
+        with _fake_group(prod(self._choices[0][:3])):
+            try:
+                for step in self._steps(top):
+                    fitting = [row for row in self.rows if row.fits]
+                    progress(step, min(fitting, key=lambda row: row.seconds, default=None))
+            except KeyboardInterrupt:
+                return False
+        if self.refused and not self.rows:
+            (_, first), *others = self.refused.items()
+            for what, error in others:
+                first.add_note(f"{what}: {error}")
+            raise first
+        return True
+
+    def _steps(self, top: int) -> Iterator[str]:
+        """Simulate every schedule of every choice, then work out rows, the fastest first; yield names.
+
+        Candidates that are too large by an estimate come last, and only for want of rows: the smallest.
+        """
+        for choice in self._choices:
+            for name, build in (self._builders if choice.pipe > 1 else {"1f1b": one_f_one_b}).items():
+                self._try(f"{name} of {choice.grid} ranks", self._build, choice, build)
+                yield name
+        while self.heap and not (self.heap[0].late and self.rows):
+            fitting = sorted(row.seconds for row in self.rows if row.fits)
+            if len(fitting) >= top and fitting[top - 1] <= self.heap[0].seconds:
+                return
+            found = heappop(self.heap)
+            self._try(f"{found.schedule.name}, {found.choice}", self._work_out, found)
+            yield found.schedule.name
+
+    def _try(self, what: str, step: Callable[..., Any], *args: Any) -> Any:
+        """Take a step, and note its refusal, which raises where nothing is found at all."""
+        if what not in self.refused:
+            try:
+                return step(*args)
+            except (ValueError, StageError) as error:
+                self.refused[what] = error
+        return None
+
+    # -- costs
+
+    def _measure(self, size: int, tensor: int, remat: Any, stages: int) -> Costs:
+        batch = tuple(rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
+        make, ring = partial(self._trainer, engine=self._engine(remat)), (tensor, *self._link[:2])
+        return times_of(make, self._split(stages, tensor), batch, self._speeds, ring)
+
+    def _of_stages(self, choice: Choice, stages: int) -> Costs:
+        """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
+        costs, d = self._costs(choice.microbatch, choice.tensor, choice.remat, stages), choice.data
+        names, (latency, bandwidth, host) = ("bytes", "parameters", "step", "activation"), self._link
+        sent, sizes, steps, kept = ([costs.of(name, s) for s in range(stages)] for name in names)
+        seconds = [size / 2 / bandwidth for size in sizes]  # of all gradients
+        passed = [(d - 1) * (s / d + latency) for s in seconds]  # each has its part, or gets all parts
+        return replace(
+            costs,
+            communication=[latency + size / bandwidth for size in sent],
+            recompute=costs.forward,
+            offload=None if host is None else [size / host for size in kept],
+            reduce_grad=passed if choice.shard == "params" else [2 * s for s in passed],
+            unshard=passed,
+            reduce_tied=[latency + s for s in seconds],
+            step=steps if choice.shard == "none" else [s / d for s in steps],
+        )
+
+    # -- the way of a candidate
+
+    def _build(self, choice: Choice, builder: Callable[..., Schedule]) -> None:
+        """Build a schedule, measure its stages, and simulate it."""
+        microbatches = self._batch // choice.data // choice.microbatch
+        schedule = builder(choice.pipe, microbatches)
+        if schedule.microbatches != microbatches:
+            raise ValueError("each rank has microbatches of its own; expected several pipelines instead")
+        stages = len(set(schedule.model_stages))
+        self._split(stages, 1)
+        what = f"microbatches of {choice.microbatch} in {stages} stages"
+        what = f"{choice.tensor} tensor ranks" if choice.tensor > 1 else what
+        costs = self._try(what, self._of_stages, choice, stages)
+        if costs is not None:
+            costs = costs.of_stages(schedule.model_stages)
+            if "costs" in signature(builder).parameters:
+                schedule = builder(choice.pipe, microbatches, costs=replace(costs, backward=None))
+            self._simulate(choice, schedule, costs)
+
+    def _simulate(self, choice: Choice, schedule: Schedule, costs: Costs) -> None:
+        """Find the seconds of a schedule that is new, and whether its activations alone are too many."""
+        if (choice, schedule.programs) in self._seen:
+            return
+        self._seen.add((choice, schedule.programs))
+        timeline = simulate(completed(schedule, choice.shard == "params", False)[0], costs)
+        least = least_bytes(choice, timeline, costs)
+        seconds = seconds_of(timeline, costs, self._concurrency / choice.data / choice.tensor)
+        late = least > self._memory
+        order = late, least if late else seconds, len(self._seen)
+        heappush(self.heap, Simulated(*order, choice, schedule, costs, timeline, seconds))
+
+    def _work_out(self, found: Simulated) -> None:
+        """Find the peak of every rank; then plan for the same placement, if that can be faster."""
+        *_, choice, schedule, costs, timeline, seconds = found
+        parts = self._split(len(set(schedule.model_stages)), choice.tensor)
+        mesh = init_device_mesh(
+            self._cuts.device, choice[:3], mesh_dim_names=("pp", "dp", axis := self._cuts.axis)
+        )
+        paper = OnPaper(mesh=mesh, axes=Axes("pp", data="dp", model=axis), shard=choice.shard)
+        trainer = self._trainer(parts, schedule, self._engine(choice.remat), paper)
+        batch = (rows_of(on_meta(tree), self._batch // choice.data) for tree in self._inputs)
+        memory = trainer.lower(parts.params, *batch, state=parts.state).memory_analysis()
+        peaks = tuple(memory[rank].peak for rank in range(choice.pipe))
+        bound = bound_of_order(schedule, costs, None)
+        if bound is not None:  # and the least that updates add
+            bound += min(sum(costs.of("step", s) for s in schedule.stages_of(r)) for r in memory)
+        fits, make = max(peaks) <= self._memory, partial(self._make, choice, schedule, parts)
+        at_once = f"{self._concurrency:.3g} of {prod(choice[:3])}"
+        binds = binding(memory, timeline, seconds, at_once, fits)
+        self.rows.append(Row(choice, schedule, parts.at, seconds, bound, peaks, fits, binds, make))
+        new = (choice, schedule.placement) not in self._seen
+        if self._effort and choice.pipe > 1 and bound is not None and new:
+            self._seen.add((choice, schedule.placement))
+            self._plan(found, peaks)
+
+    def _plan(self, like: Simulated, peaks: tuple[int, ...]) -> None:
+        """Plan for the memory that ranks have left beside their other tensors under this placement."""
+        schedule, kept = like.schedule, like.timeline.peak_activations
+        left = [self._memory - p + a for p, a in zip(peaks, kept, strict=True)]
+        one = [
+            sum(like.costs.of("activation", s) for s in schedule.stages_of(r)) for r in range(schedule.ranks)
+        ]
+        if all(map(ge, left, one)):  # else no order fits
+            bare = replace(
+                like.costs, backward=None, parameters=0, step=0, unshard=0, reduce_grad=0, reduce_tied=0
+            )
+            cap, given = None if max(left) == inf else left, (schedule.ranks, schedule.microbatches, bare)
+            found = plan(*given, cap=cap, placement=schedule.placement, effort=self._effort)
+            self._simulate(like.choice, replace(found.schedule, name="plan"), like.costs)
+
+    def _make(
+        self, choice: Choice, schedule: Schedule, parts: Split, transport: Transport | None = None
+    ) -> Trainer:
+        shard = "none" if transport is None else transport.shard
+        if (shard, axis_sizes(transport, choice.pipe)) != (choice.shard, choice[:3]):
+            model = ", model='tp'" if choice.tensor > 1 else ""
+            raise ValueError(
+                f"transport: got {transport}, with shard={shard!r}, expected P2P(mesh=mesh, axes=Axes('pp',"
+                f" data='dp'{model}), shard={choice.shard!r}) of a mesh of {choice.grid} ranks"
+            )
+        if choice.tensor > 1:
+            axis = transport.mesh[transport.axes.model]  # type: ignore[union-attr,index]
+            parts = self._cuts.laid_over(axis, parts.at)
+        return self._trainer(parts, schedule, graph(remat=choice.remat), transport)
+
+
+@contextmanager
+def _fake_group(ranks: int) -> Iterator[None]:
+    """Make a fake default process group of torch, over which meshes are made."""
+    if dist.is_initialized():
+        raise ValueError(
+            "tune: got a process that has a process group, expected none: a search makes a fake one;"
+            " call it before init_process_group, or after destroy_process_group"
+        )
+    hook = sys.excepthook
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = hook  # else a traceback names the rank in every line
+
+
+def least_bytes(choice: Choice, timeline: Timeline, costs: Costs) -> float:
+    """Return the bytes of parameters, or gradients, and of residuals of the fullest rank."""
+    schedule, share = timeline.schedule, 0 if choice.shard == "params" else 0.5
+    of_ranks = (
+        sum(share * costs.of("parameters", stage) for stage in schedule.stages_of(rank))
+        for rank in range(schedule.ranks)
+    )
+    return max(map(sum, zip(of_ranks, timeline.peak_activations, strict=True)))
+
+
+# -- the front
 
 
 @naming_arguments

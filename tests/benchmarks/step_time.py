@@ -34,7 +34,7 @@ from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
 from ppfunc.runtime.lowering.agreement import Exchange
-from ppfunc.runtime.step import CompiledSteps
+from ppfunc.runtime.step import StepFunction
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -144,9 +144,11 @@ def unprotected() -> Iterator[None]:
     with ExitStack() as patched:
         for owner, name, stand_in in (
             (
-                CompiledSteps,
+                StepFunction,
                 "_begin",
-                lambda self, *_: Exchange(self._agreement, self.last.agreed.shapes, self.last.agreed, False),
+                lambda self, *_: Exchange(
+                    self._agreement, self._last.agreed.shapes, self._last.agreed, False
+                ),
             ),
             (pp.P2P, "hold_interrupts", lambda self: nullcontext()),
             (

@@ -63,7 +63,7 @@ def test_a_list_leaves_the_first_stages_on_the_graph_engine(problem, schedule, e
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         require_as_reference(step(parts.params, x, t), model, loss_fn, x, t)
-    programs = step._compiled.last.compiled.programs
+    programs = step._last.compiled.programs
     assert [hasattr(programs[stage, 0].flat.backward, "recipe") for stage in (0, 1)] == [True, False]
 
 
@@ -109,7 +109,7 @@ def test_what_raises_once_while_it_is_traced_is_traced_again_by_the_next_call(pa
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.testing.assert_close(step(*args)[0], squared(args[1], args[2]))
-    assert hasattr(step._compiled.last.compiled.programs[0, 0].flat.backward, "recipe")
+    assert hasattr(step._last.compiled.programs[0, 0].flat.backward, "recipe")
 
 
 def test_a_trainer_takes_one_and_aux_comes_back(problem):

@@ -159,7 +159,7 @@ def announced(transport):
 
     def instructions(step):
         def find(passes):
-            entry = step._compiled.find(passes, "run")
+            entry = step._find(passes, "run")
             calls = tuple(map(of, entry.compiled.calls, entry.compiled.places))
             return entry._replace(compiled=entry.compiled._replace(calls=calls))
 

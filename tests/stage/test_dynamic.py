@@ -48,7 +48,7 @@ def step_of(stages, engine=DYNAMIC, schedule=None, **options):
 
 
 def traces(step):
-    return step._compiled._pipeline.programs.evaluations
+    return step.pipeline.programs.evaluations
 
 
 def require_right(result, stages, params, batches):
