@@ -1,9 +1,13 @@
 """Benchmarks start: they use parts of the package that have no other users."""
 
+import argparse
 import importlib.util
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -26,16 +30,10 @@ def test_the_time_of_a_step(fresh, store_port):
     assert over_ideal == pytest.approx(ours / ideal, rel=0.05)
 
 
-@pytest.mark.parametrize(
-    "script, options, one, other",
-    [
-        ("step_time.py", (*SMALL, "--protection"), "ppfunc ", "unprotected "),
-        ("experts.py", (*SMALL[:4], "--width", "8", "--tokens", "4"), "interleaved ", "in turn "),
-    ],
-)
-def test_the_prices_of_protection_and_of_pairs(fresh, store_port, script, options, one, other):
-    printed, _ = fresh(2)(run_script, store_port, FOLDER / script, *options)
-    line = rf"^(.+): {one}(\S+) ms, {other}(\S+) ms, ratio (\S+)$"
+def test_the_price_of_pairs(fresh, store_port):
+    options = *SMALL[:4], "--width", "8", "--tokens", "4"
+    printed, _ = fresh(2)(run_script, store_port, FOLDER / "experts.py", *options)
+    line = r"^(.+): interleaved (\S+) ms, in turn (\S+) ms, ratio (\S+)$"
     found = re.findall(line, printed, re.MULTILINE)
     assert [what for what, *_ in found] == ["step", "CPU of all ranks"]
     for _, *figures in found:
@@ -86,15 +84,43 @@ def test_without_jax_the_comparison_with_it_is_skipped_in_one_sentence(monkeypat
     ]
 
 
+@pytest.mark.slow
+def test_training_beside_what_it_replaces():
+    command = [sys.executable, FOLDER / "training.py", "reduction", "--rounds", "1", "--microbatches", "1"]
+    environment = os.environ | {"PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(re.findall(r"^1 backwards and a sum, .* ppfunc: wall ", done.stdout, re.MULTILINE)) == 3
+
+
+class Parsed(Exception):
+    """Raised once a command line has been read."""
+
+
 def import_all(rank, size, names):
+    """Import benchmarks, and read a command line without words by the parser of each."""
     sys.path.insert(0, str(FOLDER))
-    for name in names:
-        importlib.import_module(name)
+    original = argparse.ArgumentParser.parse_args
+
+    def parse(parser, *_):
+        original(parser, [])
+        raise Parsed
+
+    def refuse(parser, message):
+        raise ValueError(f"{parser.prog}: {message}")
+
+    with (
+        patch.object(argparse.ArgumentParser, "parse_args", parse),
+        patch.object(argparse.ArgumentParser, "error", refuse),
+    ):
+        for name in names:
+            module = importlib.import_module(name)
+            with pytest.raises(Parsed):
+                module.main()
 
 
-def test_all_others_are_imported(fresh):
-    names = [
-        path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("split_")
-    ]  # those need transformers
-    assert len(names) > 5
+def test_all_others_are_imported_and_need_no_words(fresh):
+    names = [path.stem for path in FOLDER.glob("*.py") if not path.stem.startswith("split_")]
+    names.remove("timing")
+    assert len(names) > 5  # those that split need transformers
     fresh(1)(import_all, names)

@@ -211,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("models", nargs="*", choices=[*MODELS], help="all by default")
+    parser.add_argument("models", nargs="*", choices=[*MODELS, []], help="all by default")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--layers", type=int, help="at least 8; those of the model by default")
     options = parser.parse_args()

@@ -8,7 +8,7 @@ Without a part, all of them: bound, optimal, low, random, shares, placements, la
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -161,14 +161,15 @@ def large() -> None:
 PARTS = {part.__name__: part for part in (bound, optimal, low, random, shares, placements, large)}
 
 
-def main(parts: Iterable[str], effort: float) -> None:
-    EFFORT[0] = effort
-    for part in parts or PARTS:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    parser.add_argument("--effort", type=float, default=1.0)
+    options = parser.parse_args()
+    EFFORT[0] = options.effort
+    for part in options.parts or PARTS:
         PARTS[part]()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
-    parser.add_argument("--effort", type=float, default=1.0)
-    main(**vars(parser.parse_args()))
+    main()

@@ -8,33 +8,27 @@ Both run in turn in one process group, in rounds that alternate, each rank on a 
 ``--unbound`` leaves that to the operating system; freed memory stays with the process. Printed are the
 median step times, the median of the ratios round by round (below 1: ppfunc is faster), the same for the CPU
 seconds of all ranks, and the measured over the ideal step, which is the simulated makespan with the stages'
-own measured times. ``--compile``
-compares programs compiled by inductor with the same programs as traced, and ``--protection`` steps as they
-are with steps that hold no signals back, and that ranks neither begin nor end together. ``--device cuda``
-takes a GPU per rank, or one for all, which then pass for hosts of their own and talk over sockets;
-``--nproc-per-node 1 --schedule interleaved_1f1b`` has no messages.
+own measured times. ``--compile`` compares programs compiled by inductor with the same programs as traced.
+``--device cuda`` takes a GPU per rank, or one for all, which then pass for hosts of their own and talk over
+sockets; ``--nproc-per-node 1 --schedule interleaved_1f1b`` has no messages.
 """
 
 import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from timing import add_foremost, foremost, in_turn, keep_freed_memory, report
+from timing import add_foremost, foremost, in_turn, keep_freed_memory
 from torch.distributed.pipelining import PipelineStage, schedules as theirs
 
 import ppfunc as pp
-from ppfunc.runtime.lowering.agreement import Exchange
-from ppfunc.runtime.step import StepFunction
 from ppfunc.schedule import BUILDERS, Costs, Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
@@ -114,13 +108,6 @@ def main() -> None:
             their_step(options, schedule, modules, inputs, targets, rank),
         )
     agree(step_ours(), step_theirs())
-    if options.protection:
-        rounds = in_turn(step_ours, step_ours, options.rounds, options.steps, second_within=unprotected)
-        if rank == 0:
-            print(f"{options.schedule}, {ranks} ranks, width {options.width}")
-        report("ppfunc", "unprotected", rounds, 3)
-        dist.destroy_process_group()
-        return
     rounds = in_turn(step_ours, step_theirs, options.rounds, options.steps)
     ideal = ideal_step(stages, schedule, params, inputs[:sequences], targets[:sequences])
     if rank == 0:
@@ -134,33 +121,6 @@ def main() -> None:
             f" {median(a.cpu / b.cpu for a, b in rounds):.3f}"
         )
     dist.destroy_process_group()
-
-
-@contextmanager
-def unprotected() -> Iterator[None]:
-    """Steps as if nothing could fail, once one of the form has run: each rank has the losses that it has
-    computed.
-    """
-    with ExitStack() as patched:
-        for owner, name, stand_in in (
-            (
-                StepFunction,
-                "_begin",
-                lambda self, *_: Exchange(
-                    self._agreement, self._last.agreed.shapes, self._last.agreed, False
-                ),
-            ),
-            (pp.P2P, "hold_interrupts", lambda self: nullcontext()),
-            (
-                pp.P2P,
-                "end",
-                lambda self, losses, *_: (
-                    torch.cat([losses[s] for s in sorted(losses)]).sum(0) if losses else None
-                ),
-            ),
-        ):
-            patched.enter_context(patch.object(owner, name, stand_in))
-        yield
 
 
 def cut_blocks(width: int, blocks: int, length: int, stages: int) -> tuple[list[gpt.Layer], list[range]]:
@@ -195,9 +155,6 @@ def arguments() -> argparse.Namespace:
         "--compile",
         action="store_true",
         help="time compiled programs against the same ones as traced, not against torch",
-    )
-    parser.add_argument(
-        "--protection", action="store_true", help="what it costs that steps fail on every rank or on none"
     )
     add_foremost(parser)
     return parser.parse_args()

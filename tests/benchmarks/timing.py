@@ -7,7 +7,6 @@ import platform
 import struct
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -47,25 +46,23 @@ def in_turn(
     second: Callable[[], object],
     rounds: int,
     steps: int,
-    second_within: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[tuple[Cost, Cost]]:
     """Costs of a step of both sides, by round; who is measured first takes turns."""
     found = []
     for n in range(rounds):
         costs = {}
         for side in (n % 2, 1 - n % 2):
-            with second_within() if side else nullcontext():
-                costs[side] = measure(second if side else first, steps)
+            costs[side] = measure(second if side else first, steps)
         found.append((costs[0], costs[1]))
     return found
 
 
-def report(first: str, second: str, rounds: list[tuple[Cost, Cost]], digits: int = 2) -> None:
+def report(first: str, second: str, rounds: list[tuple[Cost, Cost]]) -> None:
     """Print on rank 0 the medians of both sides, and the medians of the ratios round by round."""
     for k, what in enumerate(("step", "CPU of all ranks") if dist.get_rank() == 0 else ()):
         mine, other = (median(sides[n][k] * 1e3 for sides in rounds) for n in (0, 1))
         ratio = median(a[k] / b[k] for a, b in rounds)
-        print(f"{what}: {first} {mine:.{digits}f} ms, {second} {other:.{digits}f} ms, ratio {ratio:.4f}")
+        print(f"{what}: {first} {mine:.2f} ms, {second} {other:.2f} ms, ratio {ratio:.4f}")
 
 
 def add_foremost(parser: argparse.ArgumentParser) -> None:

@@ -172,7 +172,7 @@ def reduction(options: argparse.Namespace) -> None:
                 add_up: Any = backward,
             ) -> None:
                 for m in range(options.microbatches):
-                    add_up(flat.forward(*given)[1], gy, (reducer, m))
+                    add_up(flat.forward(*given)[1], gy, (reducer, m, reducer.totals()))
                 reducer.launch()
                 reducer.wait()
 
@@ -364,7 +364,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("pieces", nargs="*", choices=[*PIECES], help="all by default")
+    parser.add_argument("pieces", nargs="*", choices=[*PIECES, []], help="all by default")
     parser.add_argument("--microbatches", type=int, default=8, help="of reductions and steps")
     parser.add_argument("--rounds", type=int, default=9)
     add_foremost(parser)
