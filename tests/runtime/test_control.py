@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
 import time
-from types import BuiltinFunctionType, FunctionType, ModuleType
 
 import pytest
 import torch
@@ -325,26 +323,6 @@ def test_the_timeout_is_that_of_the_group(two):
     assert two(the_timeout_of_the_group) == [7.0, 7.0]
 
 
-def frozen(rank, ranks, victim):
-    transport = P2P(timeout=2)
-    step(transport, rank, ranks)
-    dist.barrier()
-    if rank == victim:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return caught(step, transport, rank, ranks)
-
-
-@pytest.mark.parametrize("victim", [0, 1, 3])
-def test_a_frozen_rank_is_named_by_all_others(fresh, victim):
-    processes = fresh(4)
-    processes.start(frozen, victim)
-    for rank, answer in enumerate(processes.answers(stopped=victim)):
-        if rank != victim:
-            name, _, named, seconds = answer
-            assert (name, named) == ("PipelineError", victim)
-            assert seconds < 2 + SOON * busy()
-
-
 def interrupted(rank, ranks, steps):
     """Rank 1 is interrupted at any moment and goes on. How many steps each rank has got, and whether it was
     told of a difference.
@@ -569,44 +547,6 @@ def test_a_question_that_a_rank_cannot_answer_leaves_its_connections():
         raise LookupError("no answer")
 
     assert in_threads(3, work) == [["again"] * 3] * 3
-
-
-def test_what_is_left_behind_by_failures_does_not_grow(two):
-    for before, after in two(many_failures, timeout=120):
-        slack = 8, 8, 8, 60  # of the last two generations, of which some steps had opened more
-        limits = [then + more for then, more in zip(before, slack, strict=True)]
-        assert all(now <= limit for now, limit in zip(after, limits, strict=True)), (before, after)
-
-
-def number_of_objects(root):
-    """How many objects hang on one, through containers and instances."""
-    seen, todo = {id(root): root}, [root]
-    while todo:
-        for child in gc.get_referents(todo.pop()):
-            shared = isinstance(child, (type, ModuleType, FunctionType, BuiltinFunctionType))
-            if id(child) not in seen and not shared:
-                seen[id(child)] = child
-                todo.append(child)
-    return len(seen)
-
-
-def many_failures(rank, ranks):
-    with P2P(timeout=60) as transport:
-
-        def look():
-            dist.barrier()
-            keys = dist.distributed_c10d._get_default_store().num_keys()
-            held = number_of_objects(transport)
-            return keys, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), held
-
-        def fail(n):
-            for _ in range(n):
-                caught(hand_on, transport, rank, ranks, 1)
-
-        fail(30)
-        before = look()
-        fail(60)
-        return before, look()
 
 
 def test_private_names_of_torch_are_there():

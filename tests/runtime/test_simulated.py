@@ -4,7 +4,6 @@ none, and name it.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -18,7 +17,6 @@ from ppfunc.runtime.values.errors import Failure
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 from ppfunc.stage.process import act_on_interrupts
-from tests.models import dense, squared, traced_once
 from tests.network.network import KINDS, Fault, InjectedError, RankStopped
 from tests.network.simulated import Simulated
 
@@ -179,55 +177,6 @@ def problems(network, outcomes, is_right):
     return found
 
 
-# -- whole steps ---------------------------------------------------------------------------------
-
-
-class Problem(NamedTuple):
-    """A schedule with parameters and a batch, and what the step returns where all ranks live in this
-    thread.
-    """
-
-    schedule: pp.Schedule
-    stages: list
-    params: dict
-    batch: tuple[torch.Tensor, torch.Tensor]
-    loss: torch.Tensor
-    grads: dict
-
-
-@cache
-def problem(build, ranks):
-    schedule = build(ranks, 2 * ranks)
-    generator = torch.Generator().manual_seed(0)
-    stages = [dense] * len(set(schedule.model_stages))
-    params = {s: {"w": torch.randn(4, 4, generator=generator)} for s in range(len(stages))}
-    batch = torch.randn(4 * ranks, 4, generator=generator), torch.randn(4 * ranks, 4, generator=generator)
-    return Problem(
-        schedule, stages, params, batch, *pp.value_and_grad(stages, squared, schedule)(params, *batch)
-    )
-
-
-def whole(setting):
-    """Makes the step of one rank."""
-
-    def make_step(rank, transport):
-        here = {
-            setting.schedule.model_stages[s] for s, r in enumerate(setting.schedule.placement) if r == rank
-        }
-        step = pp.value_and_grad(setting.stages, squared, setting.schedule, transport, engine=traced_once)
-        return lambda: step({s: setting.params[s] for s in here}, *setting.batch)
-
-    return make_step
-
-
-def is_right_step(setting, value):
-    """Whether a rank has the same bits as without messages."""
-    loss, grads = value
-    return torch.equal(loss, setting.loss) and all(
-        torch.equal(g["w"], setting.grads[s]["w"]) for s, g in grads.items()
-    )
-
-
 # -- tests: steps written by hand -------------------------------------------------------------------
 
 
@@ -320,42 +269,6 @@ def test_the_same_seed_gives_the_same_run():
     ]
     assert (traces[0], told[0]) == (traces[1], told[1])
     assert traces[0] != traces[2]
-
-
-# -- tests: whole steps ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize(
-    "build", [pp.gpipe, pp.one_f_one_b, pp.zb_h1, pp.zbv, pp.dualpipe], ids=lambda build: build.__name__
-)
-def test_whole_steps_have_the_bits_of_one_thread(build, ranks):
-    ranks += build is pp.dualpipe and ranks % 2  # it takes even numbers only
-    setting = problem(build, ranks)
-    for seed in range(2):
-        outcomes = Simulated(ranks, seed).run(attempts(whole(setting), 2))
-        assert [ended.error for outcome in outcomes for ended in outcome.value] == [None] * 2 * ranks
-        assert all(is_right_step(setting, ended.value) for outcome in outcomes for ended in outcome.value)
-
-
-@pytest.mark.parametrize("kind", ["raise", "interrupt", "kill"])
-@pytest.mark.parametrize(
-    ("build", "ranks", "stride"), [(pp.one_f_one_b, 2, 3), (pp.zb_h1, 3, 13), (pp.dualpipe, 4, 47)]
-)
-def test_a_fault_in_a_whole_step(build, ranks, stride, kind, pytestconfig):
-    """At every third operation of two ranks and fewer of more; ``--large``: at every one, and at more."""
-    stride = stride // 3 if pytestconfig.getoption("--large") else stride
-    setting = problem(build, ranks)
-    counted = Simulated(ranks, 0)
-    counted.run(attempts(whole(setting), 1))
-    for rank, operations in enumerate(counted.operations):
-        for at in range(rank, operations, stride):
-            network = Simulated(ranks, at, [Fault(kind, rank, at)])
-            outcomes = network.run(attempts(whole(setting), 2))
-            assert problems(network, outcomes, lambda value: is_right_step(setting, value)) == []
-            errors = [ended.error for outcome in outcomes if outcome.error is None for ended in outcome.value]
-            assert {error.rank for error in errors if isinstance(error, pp.PipelineError)} <= {rank}
-            assert any(errors)
 
 
 # -- tests: the network itself -----------------------------------------------------------------------

@@ -111,20 +111,6 @@ def test_an_evaluation_that_fails_at_its_end_fails_on_every_rank(four, soon):
         assert seconds < soon
 
 
-def other_order(rank, ranks):
-    params, inputs, targets = problem(ranks, 4)
-    with pp.P2P(timeout=60) as transport:
-        steps = [pp.value_and_grad([dense] * ranks, squared, pp.gpipe(ranks, 4), transport) for _ in range(2)]
-        return caught(steps[rank % 2], {rank: params[rank]}, inputs, targets)
-
-
-def test_step_functions_that_are_called_in_another_order_are_not_mixed(two, soon):
-    for name, text, seconds in two(other_order):
-        assert name == "AgreementError"
-        assert all(f"step function {n} (value_and_grad of grads and loss)" in text for n in (1, 2))
-        assert seconds < soon
-
-
 FAULTS = {"stages": [dense] * 3}, {"argnums": (0, 0)}, {"loss_weights": [1.0]}, {"typo": 1}
 
 

@@ -1,10 +1,9 @@
 """Note the storages that live while calls run without values: their kinds, and the peak of their bytes."""
 
 import weakref
-from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 from heapq import nlargest
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -20,6 +19,7 @@ from ppfunc.stage.errors import place_of_call
 from ppfunc.stage.tree import tree_leaves
 
 _LARGEST = 10
+_WITHIN = "workspace", "again"  # kinds of storages that nothing keeps yet
 _CALLED_AT = ", called at "  # between an operator and its line
 _RUN = str(Path(__file__).with_name("memory.py"))  # which runs the calls
 _BUFFER = "aten.empty.memory_format"
@@ -174,25 +174,29 @@ class Memories(dict[int, Memory]):
 
 @dataclass(slots=True, eq=False)
 class _Storage:
-    """Hold size, kinds and life of a storage: ``born`` and ``died`` count the storages made before."""
+    """Describe a storage.
+
+    Args:
+        size: size in bytes.
+        name, place: operator that has made it, and instruction.
+        kinds: pairs of a time and a kind: from its birth on, after each change, and ``""`` at its end.
+    """
 
     size: int
     name: str
     place: Instruction | None
-    born: int
-    kind: str
-    died: int | None = None
-    kinds: list[tuple[int, str]] = field(default_factory=list)  # from when on it is of which kind
+    kinds: list[tuple[int, str]]
 
-    @property
-    def title(self) -> str:
-        """Return its name, in words where it is for a message that comes."""
-        comes = self.place is not None and self.place.op in COMMUNICATION
-        return "received" if comes and self.name.startswith(_BUFFER) else self.name
+    def settle(self, kind: str) -> str:
+        """Set the kind of a storage that has none yet, for all its life; return the kind before."""
+        start, now = self.kinds[-1]
+        if now in _WITHIN:
+            self.kinds[-1] = start, kind
+        return now
 
-    def kind_at(self, time: int) -> str:
-        after = bisect_right(self.kinds, time, key=lambda entry: entry[0])
-        return self.kinds[after - 1][1] if after else self.kind
+    def kind(self, time: int) -> str:
+        """Return the kind at a time, ``""`` outside its life."""
+        return next((kind for start, kind in reversed(self.kinds) if start <= time), "")
 
 
 class Ledger(TorchDispatchMode):
@@ -202,17 +206,13 @@ class Ledger(TorchDispatchMode):
         device: device whose bytes count; tensors elsewhere, such as those offloaded to the host, have none.
 
     Attributes:
-        live: bytes alive.
-        high: the most that were alive since it was last set to ``live``.
+        now: time, in births, deaths and changes of kind.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
-        self.live = self.high = 0
-        self.held: Counter[str] = Counter()  # alive, by kind
+        self._device, self.now = device, 0
         self._place: Instruction | None = None  # of the running call
-        self._peak: tuple[int, int, Instruction | None] = (0, 0, None)  # bytes, when, and where
         self._storages: list[_Storage] = []
         self._known: dict[int, _Storage] = {}  # by address
         self._begun = 0  # storages that were there when the running call began
@@ -240,22 +240,24 @@ class Ledger(TorchDispatchMode):
             self._know(storage, tensor.device, name)
         return self._known[storage._cdata]
 
-    def _know(self, storage: Any, device: torch.device, name: str, kind: str = "workspace") -> None:
+    def _know(self, storage: Any, device: torch.device, name: str, kind: str = _WITHIN[0]) -> None:
         key, size = storage._cdata, storage.nbytes() * (device.type == self._device.type)
-        self._known[key] = noted = _Storage(size, name, self._place, len(self._storages), kind)
-        self._storages.append(noted)
-        self.held[kind] += size
-        self.live += size
-        self.high = max(self.high, self.live)
-        if self.live > self._peak[0]:
-            self._peak = self.live, noted.born, self._place
+        self.now += 1
+        self._known[key] = _Storage(size, name, self._place, [(self.now, kind)])
+        self._storages.append(self._known[key])
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
-        storage = self._known.pop(key)
-        storage.died = len(self._storages)
-        self.held[storage.kind] -= storage.size
-        self.live -= storage.size
+        self._change(self._known.pop(key), "")
+
+    def _change(self, storage: _Storage, kind: str) -> None:
+        self.now += 1
+        storage.kinds.append((self.now, kind))
+
+    @property
+    def live(self) -> int:
+        """Return the bytes that are alive now."""
+        return sum(s.size for s in self._known.values())
 
     def make(self, like: torch.Tensor, within: torch.Tensor | None, name: str, again: bool) -> torch.Tensor:
         """Make a tensor like another, in new memory or within the memory of a tensor.
@@ -267,7 +269,7 @@ class Ledger(TorchDispatchMode):
             if within is None:
                 size = like.untyped_storage().nbytes()
                 storage = torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
-                self._know(storage, like.device, name, "again" if again else "workspace")
+                self._know(storage, like.device, name, _WITHIN[again])
             else:
                 storage = within.untyped_storage()
             bare.set_(storage, like.storage_offset(), like.shape, like.stride())
@@ -283,63 +285,58 @@ class Ledger(TorchDispatchMode):
 
     def begin(self, place: Instruction | None) -> None:
         """Begin a call."""
-        self._place, self._begun, self.high = place, len(self._storages), self.live
+        self._place, self._begun = place, len(self._storages)
 
     @property
     def owner(self) -> str:
         """Name the stage whose call runs."""
         return "a stage" if self._place is None else f"stage {self._place.stage}"
 
-    def mark(self, kind: str, tensors: Iterable[Any], *, also: str = "", name: str = "") -> None:
+    def mark(self, kind: str, tensors: Iterable[Any], *, also: str | None = None, name: str = "") -> None:
         """Mark storages as of a kind: those that are of none yet, or of the kind ``also``; name new ones."""
         for t in tensors:
-            if isinstance(t, torch.Tensor) and (
-                not (s := self._note(t, name or kind)).kinds or s.kind == also
+            if isinstance(t, torch.Tensor) and (s := self._note(t, name or kind)).settle(kind) == (
+                also or None
             ):
-                self._mark(s, kind)
+                self._change(s, kind)
 
     def mark_rest(self, kind: str) -> None:
         """Mark the storages of no kind yet that the running call has made and leaves behind."""
         for s in self._storages[self._begun :]:
-            if s.died is None and not s.kinds:
-                self._mark(s, kind)
+            s.settle(kind)
 
-    def _mark(self, storage: _Storage, kind: str) -> None:
-        self.held[storage.kind] -= storage.size
-        self.held[kind] += storage.size
-        # What a call has made was of its kind all along.
-        storage.kinds.append((len(self._storages) if storage.kinds else storage.born, kind))
-        storage.kind = kind
+    def memory(self, calls: Iterable[tuple[Instruction, list[tuple[int, int]]]]) -> Memory:
+        """Describe the most bytes that lived at once, and the bytes in instructions.
 
-    def memory(self, moments: Iterable[Moment]) -> Memory:
-        """Describe the most bytes that lived at once, and the bytes at these moments."""
-        size, time, place = self._peak
-        there = [s for s in self._storages if s.born <= time and (s.died is None or s.died > time)]
-        held: Counter[str] = Counter()
-        for s in there:
-            held[s.kind_at(time)] += s.size
-        largest = nlargest(_LARGEST, there, key=lambda s: (s.size, s.born))
-        rows = tuple(
-            Allocation(s.size, s.kind_at(time), s.place, name, line)
-            for s in largest
-            for name, _, line in [s.title.partition(_CALLED_AT)]
-        )
-        return Memory(size, place, Bytes(**held), self._most(), rows, tuple(moments))
-
-    def _most(self) -> Bytes:
-        changes: dict[str, Counter[int]] = {}
+        Args:
+            calls: instructions, each with start and end of its calls.
+        """
+        changes: dict[int, Counter[str]] = defaultdict(Counter)
         for s in self._storages:
-            kinds = s.kinds or [(s.born, s.kind)]
-            end = len(self._storages) if s.died is None else s.died
-            for (start, kind), (stop, _) in pairwise([*kinds, (end, "")]):
-                changes.setdefault(kind, Counter()).update({start: s.size})
-                changes[kind].update({stop: -s.size})
-        return Bytes(**{kind: _highest(steps) for kind, steps in changes.items()})
+            for (start, kind), (stop, _) in pairwise([*s.kinds, (self.now + 1, "")]):
+                if kind:
+                    changes[start][kind] += s.size
+                    changes[stop][kind] -= s.size
+        held, most, history = Counter[str](), Counter[str](), list[Bytes]()
+        for time in range(self.now + 1):
+            held.update(changes.get(time, ()))
+            most |= held
+            history.append(Bytes(**held))
+        totals, moments = list(map(sum, history)), list[Moment]()
+        for instruction, spans in calls:
+            after = history[spans[-1][1]] if spans else moments[-1].after if moments else history[-1]
+            highest = (max(totals[start : end + 1]) for start, end in spans)
+            moments.append(Moment(instruction, max(highest, default=sum(after)), after))
+        time = totals.index(peak := max(totals))
+        there = [s for s in self._storages if s.kind(time)]
+        largest = nlargest(_LARGEST, there, key=lambda s: (s.size, s.kinds[0]))
+        place = next((s.place for s in there if s.kinds[0][0] == time), None)
+        rows = tuple(_allocation(s, time) for s in largest)
+        return Memory(peak, place, history[time], Bytes(**most), rows, tuple(moments))
 
 
-def _highest(changes: Mapping[int, int]) -> int:
-    now = most = 0
-    for _, change in sorted(changes.items()):
-        now += change
-        most = max(most, now)
-    return most
+def _allocation(storage: _Storage, time: int) -> Allocation:
+    comes = storage.place is not None and storage.place.op in COMMUNICATION
+    name = "received" if comes and storage.name.startswith(_BUFFER) else storage.name
+    name, _, line = name.partition(_CALLED_AT)
+    return Allocation(storage.size, storage.kind(time), storage.place, name, line)

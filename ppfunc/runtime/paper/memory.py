@@ -45,7 +45,7 @@ from ..running.compile import CompiledStep, bind
 from ..running.execute import collect, fill
 from ..values.arguments import LaidOut, StepArguments
 from ..values.buffers import Buffers, Key, Leaves
-from .ledger import Bytes, Ledger, Memory, Moment
+from .ledger import Ledger, Memory
 
 # The kinds of what is there after an instruction and has no other: residuals of a stage may be in closures.
 _LEFT = {
@@ -92,8 +92,8 @@ def memory_of(
                 leaves, treedef = tree_flatten(tree)
                 for leaf, path in zip(leaves, tree_paths(treedef, kind), strict=True):
                     ledger.mark(kind, [local(leaf)], name=path)
-            moments = list(_run(step, compiled, arguments, ledger))
-    return ledger.memory(moments)
+            calls = _run(step, compiled, arguments, ledger)
+    return ledger.memory(calls)
 
 
 @contextmanager
@@ -174,23 +174,24 @@ def _arguments(step: LoweredStep, rank: int) -> StepArguments:
 
 def _run(
     step: LoweredStep, compiled: CompiledStep, arguments: StepArguments, ledger: Ledger
-) -> Iterator[Moment]:
+) -> list[tuple[Instruction, list[tuple[int, int]]]]:
+    """Run the calls of a rank; return its instructions, each with start and end of its calls."""
     (rank,) = step.ranks
     program, flat = step.schedule.programs[rank], tuple(step.schedule.instructions(rank))
     starts = [0, *accumulate(map(len, program))]
-    moments: dict[int, Moment] = {}
+    spans: list[list[tuple[int, int]]] = [[] for _ in flat]
     buffers = fill(step, arguments)
     ledger.mark("batch", chain(*buffers.weights.values(), *buffers.cotangents.values()))
     ledger.mark_rest("gradients")
     for call, place in zip(compiled.calls, compiled.places, strict=True):
         instructions, instruction = program[place.position], place.instruction
         ledger.begin(instruction)
+        begun = ledger.now
         call(buffers)
         _mark(ledger, buffers, instruction, step.schedule.model_stages[instruction.stage])
         found = instructions.index(instruction) if instruction in instructions else len(instructions) - 1
         number = max(0, starts[place.position] + found)  # of what a step without instructions waits for
-        before = moments[number].most if number in moments else 0
-        moments[number] = Moment(flat[number], max(before, ledger.high), Bytes(**ledger.held))
+        spans[number].append((begun, ledger.now))
     ledger.begin(None)
     if buffers.update is None:
         losses_of(step, buffers)
@@ -200,10 +201,7 @@ def _run(
     results = collect(step, [arguments], buffers)
     ledger.mark_rest("outputs")
     del results, buffers
-    last = Moment(Instruction(Op.F, 0), 0, Bytes(**ledger.held))
-    for number, instruction in enumerate(flat):
-        last = moments.get(number, Moment(instruction, sum(last.after), last.after))
-        yield last
+    return list(zip(flat, spans, strict=True))
 
 
 def _mark(ledger: Ledger, buffers: Buffers, instruction: Instruction, model_stage: int) -> None:
