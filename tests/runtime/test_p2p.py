@@ -72,7 +72,7 @@ def problem(schedule):
 
 def held_by(schedule, rank, trees):
     """Of trees by stage of the model, those that a rank holds."""
-    return {schedule.model_stages[s]: trees[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    return {s: trees[s] for s in schedule.model_stages_of(rank)}
 
 
 def runs(schedule, rank, end):

@@ -72,7 +72,7 @@ def replicas_differ(rank, ranks, name, kind, want, wanted):
     """
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
-    held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    held = {s: params[s] for s in schedule.model_stages_of(rank)}
     changed = dict(held)
     if rank == ranks - 1:
         changed[max(held)] = CHANGES[kind](held[max(held)])
@@ -140,7 +140,7 @@ def judged(rank, ranks, name):
     """An evaluation compares them, too."""
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
-    held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    held = {s: params[s] for s in schedule.model_stages_of(rank)}
     wrong = {s: p | {"w": p["w"].T.contiguous()} for s, p in held.items()} if rank else held
     with pp.P2P(timeout=60) as transport:
         judge = pp.evaluate([affine] * len(params), squared, schedule, transport, engine=traced_once)
@@ -159,7 +159,7 @@ def apart(rank, ranks, name):
     """Gradients of each microbatch: every process has those of all."""
     schedule = SCHEDULES[name](ranks)
     params, inputs, targets = problem(schedule)
-    held = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    held = {s: params[s] for s in schedule.model_stages_of(rank)}
     _, wanted = pp.value_and_grad([affine] * len(params), squared, schedule, per_microbatch=True)(
         params, inputs, targets
     )

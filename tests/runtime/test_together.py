@@ -226,7 +226,7 @@ def wrong_arguments(rank, ranks, who, kinds):
     """
     schedule, told = pp.zbv(ranks, 2 * ranks), {}
     params, inputs, targets = problem(2 * ranks, 2 * ranks)
-    own = {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    own = {s: params[s] for s in schedule.model_stages_of(rank)}
     stages = [dense if s in own else None for s in params]
     other = next(s for s in params if s not in own)
     wrong = {

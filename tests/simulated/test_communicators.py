@@ -36,7 +36,7 @@ def steps(rank, size, schedule, count=1):
     params, inputs, targets = on_device(problem(schedule))
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([dense] * len(params), squared, schedule, transport)
-        held = {k: params[k] for k in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
+        held = {k: params[k] for k in schedule.model_stages_of(rank)}
         return [step(held, inputs, targets)[0].item() for _ in range(count)]
 
 

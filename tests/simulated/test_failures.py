@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from contextlib import nullcontext
 from itertools import product
@@ -18,8 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.runtime.ports import _torch
-from tests.clock import busy
-from tests.conftest import _free_port
 from tests.models import dense, new_trainer, problem, same_bits, squared
 from tests.simulated import names
 from tests.simulated.cases import cases
@@ -53,7 +48,7 @@ def failing(rank, size, schedule, at, victim):
         return _Fails.apply(dense(params, x), told)
 
     params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(schedule))
-    own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
+    own = {s: params[s] for s in schedule.model_stages_of(rank)}
     with pp.P2P(timeout=20) as transport:
         step = pp.value_and_grad([stage] * len(params), squared, schedule, transport, engine=pp.engines.eager)
         results = [step(own, inputs, targets)]
@@ -110,7 +105,7 @@ def breaking(name, armed):
 def failing_message(rank, size, schedule, victim, armed):
     """A step in which a rank cannot post a message, between two others: its error, and what those give."""
     params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(schedule))
-    own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
+    own = {s: params[s] for s in schedule.model_stages_of(rank)}
     with pp.P2P(timeout=20) as transport:
         step = pp.value_and_grad([dense] * len(params), squared, schedule, transport)
         results = [step(own, inputs, targets)]
@@ -237,41 +232,3 @@ def late(rank, size, schedule):
 
 def test_a_rank_that_is_late_is_named(ranks):
     assert ranks(late, pp.gpipe(2, 2)) == [1, 1]
-
-
-SCRIPT = """
-import sys
-from contextlib import ExitStack
-from datetime import timedelta
-from tests.simulated import names
-from tests.simulated.groups import simulated_nccl
-rank, port = map(int, sys.argv[1:])
-open_to_the_end = ExitStack()
-open_to_the_end.enter_context(names.simulated())
-open_to_the_end.enter_context(simulated_nccl())
-import torch, torch.distributed as dist, ppfunc as pp
-torch.cuda.set_device(rank)
-dist.init_process_group(
-    "nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
-)
-stage = lambda params, x: torch.tanh(x @ params)
-step = pp.value_and_grad([stage] * 2, lambda y, t: (y - t).square().mean(), pp.one_f_one_b(2, 4), pp.P2P())
-loss, grads = step({rank: torch.ones(3, 3, device="cuda")}, *torch.ones(2, 8, 3, device="cuda"))
-print(loss.item(), grads[rank].isfinite().all().item(), len(names.device().races))
-"""
-
-
-@pytest.mark.large
-def test_an_exit_without_close_is_quiet():
-    port, env = str(_free_port()), os.environ | {"PYTHONPATH": os.getcwd()}
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", SCRIPT, str(rank), port],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    said = [child.communicate(timeout=120 * busy()) for child in children]
-    assert [out.split()[1:] for out, _ in said] == [["True", "0"]] * 2, said
-    assert [err for _, err in said] == ["", ""]
-    assert [child.returncode for child in children] == [0, 0]

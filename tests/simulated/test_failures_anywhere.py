@@ -40,7 +40,7 @@ def while_posting(rank, size, build, overlapped, armed):
         return dense(params, x)
 
     params, inputs, targets = on_device(problem(schedule))
-    own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
+    own = {s: params[s] for s in schedule.model_stages_of(rank)}
     results, sums = [], []
     with pp.P2P(timeout=20) as transport:
         step = pp.value_and_grad(
@@ -182,7 +182,7 @@ def anywhere(rank, size, seed, fuses):
 
     params, *given = problem(schedule)
     loss, grads = pp.value_and_grad([dense] * len(params), squared, schedule)(params, *given)
-    own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
+    own = {s: params[s] for s in schedule.model_stages_of(rank)}
     arguments = on_device((own, *given))
 
     def outcome(step):

@@ -33,7 +33,7 @@ def built(name, ranks):
 
 
 def held(schedule, rank, params):
-    return {schedule.model_stages[s]: params[schedule.model_stages[s]] for s in schedule.stages_of(rank)}
+    return {s: params[s] for s in schedule.model_stages_of(rank)}
 
 
 def steps(rank, size, schedule, options, count=2):

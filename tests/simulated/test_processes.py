@@ -14,9 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.schedule import BUILDERS, remove_tail
-from ppfunc.stage.layout import local
 from tests.conftest import Processes
-from tests.models import affine, dense, new_trainer, problem, same_bits, squared
+from tests.models import dense, problem, same_bits, squared
 from tests.simulated import names
 from tests.simulated.cases import cases
 from tests.simulated.groups import member_in_pool
@@ -46,7 +45,7 @@ def compare(rank, size, name, seed=0):
     stages = [dense] * len(params)
     make = pp.evaluate if schedule.forward_only else pp.value_and_grad
     wanted = make(stages, squared, schedule)(params, inputs, targets)
-    own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
+    own = {s: params[s] for s in schedule.model_stages_of(rank)}
     with member_in_pool(rank, size, seed=seed + rank) as (gpu, count):
         with pp.P2P(timeout=30) as transport:
             step = make(stages, squared, schedule, transport)
@@ -106,20 +105,6 @@ def test_a_failure_in_one_process_is_named_in_both(pool):
     pool(failing)
 
 
-def on_one_device(rank, size):
-    with member_in_pool(rank, size, timeout=10):
-        torch.cuda.set_device(0)
-        params, inputs, targets = moved(problem(2, 4), "cuda")
-        step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, 4), transport := pp.P2P(timeout=10))
-        told = pp.PipelineError, ValueError  # that of the other rank, or its own
-        with transport, pytest.raises(told, match="ranks 0 and 1 compute on one device"):
-            step({rank: params[rank]}, inputs, targets)
-
-
-def test_two_processes_on_one_device_are_refused(pool):
-    pool(on_one_device)
-
-
 def as_two_hosts(rank, size):
     with mock.patch.dict(os.environ, NCCL_HOSTID=f"rank{rank}"), member_in_pool(rank, size) as (gpu, _):
         torch.cuda.set_device(0)
@@ -160,31 +145,3 @@ def tensor_parallel(rank, size):
 
 def test_collectives_inside_stages_run_on_the_device(pool):
     pool(tensor_parallel)
-
-
-def train(rank, size, shard):
-    """A trainer with data ranks on the device, against the same over gloo on the CPU."""
-    found = {}
-    for device in ("cpu", "cuda"):
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
-        with member_in_pool(rank, size, seed=rank, backend=backend) as (gpu, _):
-            mesh = init_device_mesh(device, (1, size), mesh_dim_names=("pp", "dp"))
-            params, inputs, targets = moved(problem(1, 2, b=4, leaves="wb"), device)
-            half = slice(4 * rank, 4 * rank + 4)
-            axes, optimizer = pp.Axes("pp", "dp"), pp.optim.adamw(1e-2)
-            with new_trainer(
-                [affine], squared, pp.gpipe(1, 2), optimizer, mesh, axes=axes, shard=shard
-            ) as trainer:
-                state, metrics = trainer.init(params), None
-                for _ in range(2):
-                    state, metrics = trainer.step(state, inputs[half], targets[half])
-                last = optree.tree_map(lambda leaf: local(leaf).cpu(), dict(state.params))
-                found[device] = metrics.loss.item(), metrics.grad_norm.item(), last
-        assert not gpu.races, gpu.races[0]
-    assert found["cpu"][:2] == found["cuda"][:2]
-    assert same_bits(found["cpu"][2], found["cuda"][2])
-
-
-@pytest.mark.parametrize("shard", cases(["none", "optimizer"], ["optimizer"]))
-def test_a_trainer_with_data_ranks_gives_the_bits_of_gloo(pool, shard):
-    pool(train, shard)

@@ -125,7 +125,7 @@ def test_stages_of_every_kind_give_the_bits_of_the_cpu(ranks, kind):
 def overlapped(rank, size, device, how):
     schedule = pp.dualpipev(2, 6)
     params, inputs, targets = moved(problem(schedule), device)
-    own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(rank)}}
+    own = {s: params[s] for s in schedule.model_stages_of(rank)}
     with pp.P2P(timeout=30) as transport:
         step = pp.value_and_grad([dense] * 4, squared, schedule, transport, overlapped=HOW[how]())
         return moved([step(own, inputs, targets) for _ in range(2)], "cpu")
@@ -184,7 +184,7 @@ def train(rank, size, device, shape, shard, build):
     schedule = build(shape[0], M)
     params, inputs, targets = moved(problem(schedule, b=6, leaves="wb"), device)
 
-    own = {s: params[s] for s in {schedule.model_stages[s] for s in schedule.stages_of(pipe)}}
+    own = {s: params[s] for s in schedule.model_stages_of(pipe)}
     rows = len(inputs) // shape[1]
     half = slice(data * rows, (data + 1) * rows)
     with new_trainer(
