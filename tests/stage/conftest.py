@@ -13,10 +13,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ppfunc.stage import stage_from_module
+from ppfunc.stage import eager, functional, graph, stage_from_module
 from tests.models import attention_block, attention_params
 
 W = torch.float64
+ENGINES = [graph, functional, eager]
+every = pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+running = pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
+
+
+def through(program: Any, *args: Any, gy: Any = None) -> tuple[Any, Any, Any]:
+    """What a program gives: its output, and the gradients of the parameters and of ``x``."""
+    y, residuals = program.forward(*args)
+    return y, *program.backward(residuals, torch.ones_like(y) if gy is None else gy)
+
+
+def by_autograd(fn: Callable[..., Tensor], *args: Tensor, gy: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The same by the tape of torch, for arguments that are tensors."""
+    leaves = [t.detach().clone().requires_grad_() for t in args]
+    y = fn(*leaves)
+    gy = torch.ones_like(y) if gy is None else gy
+    return y.detach(), *torch.autograd.grad(y, leaves, gy, materialize_grads=True)
+
+
 GLOBAL = optree.registry.__GLOBAL_NAMESPACE if hasattr(optree.registry, "__GLOBAL_NAMESPACE") else ""
 
 

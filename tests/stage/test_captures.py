@@ -33,11 +33,11 @@ from torch.overrides import TorchFunctionMode
 import ppfunc as pp
 from ppfunc.runtime import AgreementError
 from ppfunc.splitter import source
-from ppfunc.stage import StageError, eager, functional, graph
+from ppfunc.stage import StageError, functional, graph
 from ppfunc.stage.abstract.captures import Watch, ambient, changes
+from tests.stage.conftest import ENGINES, every
 
 pytestmark = pytest.mark.filterwarnings("ignore:value_and_grad has been traced")
-ENGINES = [graph, functional, eager]
 WIDTH = 4
 SCALE = 2.0  # a global that stages read
 
@@ -155,7 +155,7 @@ def restored():
     SCALE, Settings.factor = before
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 @pytest.mark.parametrize("form", ["split", "module", "function"])
 def test_each_step_has_the_values_of_its_beginning(engine, form):
     """Forms of inputs that were traced before the change meet others in one step."""
@@ -397,7 +397,7 @@ def test_getattr_of_a_constant_names_one_attribute():
         assert step(*given)[0] == factor**2
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 def test_hooks_of_all_modules_count(engine):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).double()
     x = torch.randn(4, 4, dtype=torch.float64)
@@ -410,7 +410,7 @@ def test_hooks_of_all_modules_count(engine):
             torch.testing.assert_close(step(split.params, x, target)[0], want)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 def test_modes_count_once(engine):
     """A function mode was seen by the trace, and by the program again."""
     step = pp.value_and_grad([lambda p, x: torch.tanh(p * x)], squared, pp.gpipe(1, 2), engine=engine)
@@ -449,7 +449,7 @@ LOG_T = torch.zeros((), dtype=torch.float64, requires_grad=True)
 HISTORY = {"leaf": lambda: LOG_T, "history": lambda: LOG_T.exp(), "view": lambda: LOG_T.view(1)}
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 @pytest.mark.parametrize("kind", HISTORY)
 @pytest.mark.parametrize("place", ["stage", "loss", "attribute"])
 def test_a_gradient_that_would_be_lost_is_refused(engine, kind, place):
@@ -504,7 +504,7 @@ def counts(y):
 LEAVE = {"a tensor in KEPT": keeps, r"COUNTS\[0\] from": counts}
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 @pytest.mark.parametrize("what", LEAVE)
 @pytest.mark.parametrize("place", ["stage", "loss", "hook", "split"])
 def test_what_a_stage_leaves_behind_is_refused(engine, what, place):
@@ -529,7 +529,7 @@ READS_OF_A_CALL = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 @pytest.mark.parametrize("what", READS_OF_A_CALL)
 @pytest.mark.parametrize("form", ["split", "module"])
 def test_a_loss_that_reads_what_a_call_sets_is_refused(engine, what, form):

@@ -16,23 +16,13 @@ from ppfunc.stage import Signature, graph
 from ppfunc.stage.abstract.outline import outline
 from ppfunc.stage.engines.tracing import emit
 from ppfunc.stage.tree import tree_leaves
+from tests.stage.conftest import by_autograd, through
 
 aten = torch.ops.aten
 VIEWS = {
-    "t",
-    "view",
-    "_unsafe_view",
-    "transpose",
-    "permute",
-    "unbind",
-    "expand",
-    "unsqueeze",
-    "select",
-    "detach",
-    "slice",
-    "split",
-    "reshape",
-}
+    "t", "view", "_unsafe_view", "transpose", "permute", "unbind", "expand", "unsqueeze", "select", "detach",
+    "slice", "split", "reshape",
+}  # fmt: skip
 
 
 class Counting(TorchDispatchMode):
@@ -265,12 +255,7 @@ def test_a_power_of_one_in_the_derivative_of_a_square_is_left_out():
 
     w, x, gy = torch.randn(8), torch.randn(4, 8), torch.randn(4, 8)
     program, before = graph(norm, (w, x)), x.clone()
-    y, residuals = program.forward(w, x)
-    gw, gx = program.backward(residuals, gy)
-    a, b = w.clone().requires_grad_(), x.clone().requires_grad_()
-    wanted = norm(a, b)
-    for got, want in zip((y, gw, gx), (wanted, *torch.autograd.grad(wanted, (a, b), gy)), strict=True):
-        assert torch.equal(got, want)
+    assert all(map(torch.equal, through(program, w, x, gy=gy), by_autograd(norm, w, x, gy=gy)))
     assert torch.equal(x, before) and "pow(1.0)" not in program.flat.backward.__doc__
 
 
@@ -282,12 +267,9 @@ def test_the_gradient_of_views_side_by_side_is_copied_once(shape, order, axis):
         a, b, c = (x @ w).reshape(shape).permute(order).unbind(axis)
         return a.sin() * b + c
 
-    w, x = (torch.randn(6, math.prod(shape[1:]), requires_grad=True), torch.randn(2, 6, requires_grad=True))
-    program = graph(fn, (w.detach(), x.detach()))
-    y, residuals = program.forward(w.detach(), x.detach())
-    gy = torch.randn(y.shape)
-    wanted = torch.autograd.grad(fn(w, x), (w, x), gy)
-    assert all(map(torch.equal, program.backward(residuals, gy), wanted))
+    args = torch.randn(6, math.prod(shape[1:])), torch.randn(2, 6)
+    program, gy = graph(fn, args), torch.randn(fn(*args).shape)
+    assert all(map(torch.equal, through(program, *args, gy=gy), by_autograd(fn, *args, gy=gy)))
     called = [n.target for n in program.flat.backward.recipe.block.body]
     assert aten.stack.default in called and aten.clone.default not in called
 
@@ -297,11 +279,9 @@ def test_a_gradient_in_the_format_of_channels_last_becomes_contiguous():
         a, b = (x * x).reshape(2, 2, 5, 3, 4).permute(1, 0, 2, 3, 4).unbind()
         return a.permute(0, 2, 3, 1) @ w + b.permute(0, 2, 3, 1) @ w.sin()
 
-    w, x = torch.randn(5, 6), torch.randn(2, 120)
-    y, residuals = (program := graph(fn, (w, x))).forward(w, x)
-    leaves = [t.clone().requires_grad_() for t in (w, x)]
-    wanted = torch.autograd.grad(fn(*leaves), leaves, gy := torch.randn(y.shape))
-    assert all(map(torch.equal, program.backward(residuals, gy), wanted))
+    args = torch.randn(5, 6), torch.randn(2, 120)
+    program, gy = graph(fn, args), torch.randn(fn(*args).shape)
+    assert all(map(torch.equal, through(program, *args, gy=gy), by_autograd(fn, *args, gy=gy)))
     copies = [
         n.meta["val"] for n in program.flat.backward.recipe.block.body if n.target is aten.clone.default
     ]

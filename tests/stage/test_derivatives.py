@@ -5,6 +5,7 @@ silently.
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed.nn.functional as differentiable
 
 from ppfunc.stage import Signature, StageError, eager, functional, graph
 from tests.models import all_gather
+from tests.stage.conftest import ENGINES, by_autograd, running, through
 
 ONES = torch.ones(2), torch.full((2,), 3.0)
 
@@ -30,9 +32,8 @@ def group(tmp_path_factory):
 def operators():
     """Operators of a user's library, of every kind of derivative."""
     with torch.library._scoped_library("ppfunc_tests", "DEF") as library:
-        names = {"none": "Tensor", "fallthrough": "Tensor", "formula": "Tensor", "counting": "Tensor"}
-        for name, result in names.items():
-            library.define(f"{name}(Tensor x) -> {result}")
+        for name in ("none", "fallthrough", "formula", "counting"):
+            library.define(f"{name}(Tensor x) -> Tensor")
             made = (lambda x: x.argsort()) if name == "counting" else (lambda x: x * 2)
             library.impl(name, made, "CompositeExplicitAutograd")
         library.define("write(Tensor(a!) x) -> ()")
@@ -42,130 +43,118 @@ def operators():
         yield torch.ops.ppfunc_tests
 
 
-def line_of(fn, line=1):
-    return f"{os.path.abspath(__file__)}:{fn.__code__.co_firstlineno + line}"
+@torch.library.custom_op("ppfunc_tests_custom::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
 
 
-def refused(fn, match, line=1, engine=graph):
-    """The refusal names the operator and the line of the function."""
+double.register_fake(torch.empty_like)
+
+
+def writes(w, x):
+    h = w * x
+    torch.ops.ppfunc_tests.write(h)
+    return h * w
+
+
+def reduced_in_place(w, x):
+    h = (w * x).clone()
+    dist.all_reduce(h)
+    return h
+
+
+def less_the_most(w, x):
+    y = w * x
+    most = y.detach().clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return y - most
+
+
+def reduced(w, x):
+    return collectives.all_reduce(w * x, "sum", dist.group.WORLD) * w
+
+
+NO_FORMULA = r"ppfunc_tests\.{}\.default, .* has no derivative, .*register_autograd.* or detach"
+# A stage, the line that is named, the engines that refuse it, and what they say.
+REFUSED = {
+    "none": (lambda w, x: torch.ops.ppfunc_tests.none(w * x) * w, 0, [graph], NO_FORMULA.format("none")),
+    "fallthrough": (
+        lambda w, x: torch.ops.ppfunc_tests.fallthrough(w * x) * w, 0, [graph],
+        NO_FORMULA.format("fallthrough"),
+    ),
+    "write": (writes, 2, [graph], NO_FORMULA.format("write")),
+    "custom": (lambda w, x: double(w * x) * w, 0, [graph], r"cannot be traced .*ppfunc_tests_custom"),
+    "heaviside": (lambda w, x: torch.heaviside(w * x, x), 0, [graph], "cannot be traced .*heaviside"),
+    "zeta": (lambda w, x: torch.special.zeta(w * x, x), 0, [graph], "cannot be traced .*zeta"),
+    "in place": (
+        reduced_in_place, 2, ENGINES,
+        r"the collective c10d\.allreduce_\.default, .* its gradient would be that of the identity",
+    ),
+    "in place of detached values": (
+        less_the_most, 3, [graph], r"the collective c10d\.allreduce_\.default, .* is not traced"
+    ),
+    "by torch.distributed.nn": (
+        lambda w, x: differentiable.all_reduce(w * x), 0, ENGINES,
+        r"c10d\.allreduce_\.default by torch.distributed.nn.functional, .* once too often",
+    ),
+    "broadcast": (
+        lambda w, x: collectives.broadcast(w * x, 0, dist.group.WORLD) * w, 0, ENGINES,
+        r"_c10d_functional\.broadcast\.default, .* has no derivative",
+    ),
+    "all-reduce": (
+        reduced, 1, ENGINES,
+        r"_c10d_functional\.all_reduce\.default, .* too large by the number of ranks .*collectives.psum",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, engine", [(kind, engine) for kind in REFUSED for engine in REFUSED[kind][2]])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch 2.13, about its function
+def test_a_gradient_that_would_be_wrong_is_refused_by_operator_and_line(engine, kind, operators, group):
+    fn, line, _, match = REFUSED[kind]
+    place = rf"called at {os.path.abspath(__file__)}:{fn.__code__.co_firstlineno + line}\D"
     with pytest.raises(StageError, match=match) as caught:
         engine(fn, ONES)
-    assert f"called at {line_of(fn, line)}" in str(caught.value)
-    return caught.value
+    assert re.search(place, str(caught.value))
 
 
-@pytest.mark.parametrize("name", ["none", "fallthrough"])
-def test_an_operator_without_a_derivative_is_refused(operators, name):
-    def stage(w, x):
-        return getattr(operators, name)(w * x) * w
-
-    refused(stage, rf"ppfunc_tests\.{name}\.default, .* has no derivative, .*register_autograd.* or detach")
+def counted(w, x):
+    operators = torch.ops.ppfunc_tests
+    order = operators.counting(w * x)
+    return operators.formula(w * x)[order] + operators.none((w * x).detach()) * w
 
 
-def test_an_operator_that_writes_without_a_derivative_is_refused(operators):
-    def stage(w, x, h=None):
-        h = w * x
-        operators.write(h)
-        return h * w
-
-    refused(stage, r"ppfunc_tests\.write\.default, .* has no derivative", line=2)
+def without_gradient(w, x):
+    with torch.no_grad():
+        factor = torch.ops.ppfunc_tests.none(w * x)
+    return factor * w
 
 
-def test_one_with_a_formula_or_without_need_of_one_is_traced(operators):
-    def stage(w, x):
-        order = operators.counting(w * x)
-        return operators.formula(w * x)[order] + operators.none((w * x).detach()) * w
-
-    program = graph(stage, ONES)
-    y, residuals = program.forward(*ONES)
-    a, b = (t.clone().requires_grad_() for t in ONES)
-    product = a * b
-    want = 2 * product + (2 * product.detach()) * a
-    torch.testing.assert_close(y, want.detach())
-    torch.testing.assert_close(
-        program.backward(residuals, torch.ones(2)), torch.autograd.grad(want.sum(), (a, b))
-    )
-
-
-def test_no_derivative_is_needed_where_gradients_are_off(operators):
-    def stage(w, x):
-        with torch.no_grad():
-            factor = operators.none(w * x)
-        return factor * w
-
-    program = graph(stage, ONES)
-    _, residuals = program.forward(*ONES)
-    torch.testing.assert_close(
-        program.backward(residuals, torch.ones(2)), (2 * ONES[0] * ONES[1], torch.zeros(2))
-    )
+SERVED = {  # stages, and what they equal
+    "formula, or no need of one": (counted, lambda w, x: 2 * w * x + 2 * (w * x).detach() * w, [graph]),
+    "no gradient": (without_gradient, lambda w, x: 2 * (w * x).detach() * w, [graph]),
+    "in place of detached values": (
+        less_the_most,
+        lambda w, x: w * x - (w * x).detach(),
+        [functional, eager],
+    ),
+    "all-reduce of detached values": (
+        lambda w, x: collectives.all_reduce((w * x).detach(), "max", dist.group.WORLD) * w,
+        lambda w, x: (w * x).detach() * w,
+        ENGINES,
+    ),
+    "all-gather": (lambda w, x: all_gather(w * x, 0, dist.group.WORLD) * w, lambda w, x: w * x * w, [graph]),
+}
 
 
-def test_a_custom_operator_without_a_formula_is_named():
-    @torch.library.custom_op("ppfunc_tests_custom::double", mutates_args=())
-    def double(x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    double.register_fake(torch.empty_like)
-
-    def stage(w, x):
-        return double(w * x) * w
-
-    refused(stage, r"cannot be traced .*ppfunc_tests_custom")
+@pytest.mark.parametrize("kind", SERVED)
+def test_what_has_the_right_gradient_is_served(kind, operators, group):
+    fn, same, engines = SERVED[kind]
+    for engine in engines:
+        torch.testing.assert_close(through(engine(fn, ONES), *ONES), by_autograd(same, *ONES))
 
 
-@pytest.mark.parametrize("operator", [torch.heaviside, torch.special.zeta])
-def test_an_operator_of_torch_that_has_none_is_named(operator):
-    def stage(w, x):
-        return operator(w * x, x) * w
-
-    refused(stage, rf"cannot be traced .*{operator.__name__.removeprefix('special_')}")
-
-
-def test_collectives_that_write_are_refused(group):
-    def raw(w, x, h=None):
-        h = (w * x).clone()
-        dist.all_reduce(h)
-        return h
-
-    for engine in (graph, functional, eager):
-        refused(
-            raw,
-            r"the collective c10d\.allreduce_\.default, .* its gradient would be that of the identity",
-            2,
-            engine,
-        )
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch 2.13, about its function
-def test_collectives_of_torch_with_derivatives_of_their_own_are_refused(group):
-    def wrapped(w, x):
-        return differentiable.all_reduce(w * x)
-
-    for engine in (graph, functional, eager):
-        refused(
-            wrapped,
-            r"c10d\.allreduce_\.default by torch.distributed.nn.functional, .* once too often",
-            1,
-            engine,
-        )
-
-
-def test_collectives_that_write_into_detached_values_are_right_where_nothing_is_traced(group):
-    def shifted(w, x):
-        y = w * x
-        most = y.detach().clone()
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        return y - most
-
-    refused(shifted, r"the collective c10d\.allreduce_\.default, .* is not traced", 3)
-    for engine in (functional, eager):
-        program = engine(shifted, ONES)
-        y, residuals = program.forward(*ONES)
-        torch.testing.assert_close(y, torch.zeros(2))
-        torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (ONES[1], ONES[0]))
-
-
-@pytest.mark.parametrize("engine", [functional, eager])
+@running
 def test_what_depends_on_parameters_on_another_path_than_that_of_zeros_has_a_gradient(engine):
     """The path of zeros, on which outputs are learned, does not depend on ``w``: its gradient was zero on the
     other, too.
@@ -173,58 +162,7 @@ def test_what_depends_on_parameters_on_another_path_than_that_of_zeros_has_a_gra
     example = torch.full((2,), 3.0), Signature.of(torch.ones(2)).without_grad()
     program = engine(lambda w, x: w * x if x.sum() > 0 else x * 2, example)
     for x in (torch.ones(2), -torch.ones(2)):
-        _, residuals = program.forward(example[0], x)
-        torch.testing.assert_close(program.backward(residuals, torch.ones(2))[0], x.clamp(min=0))
-
-
-def test_a_functional_collective_without_a_derivative_is_refused(group):
-    def stage(w, x):
-        return collectives.broadcast(w * x, 0, group) * w
-
-    for engine in (graph, functional, eager):
-        refused(stage, r"_c10d_functional\.broadcast\.default, .* has no derivative", 1, engine)
-
-
-def test_a_functional_all_reduce_of_what_is_differentiated_is_refused_and_of_the_rest_is_right(group):
-    def stage(w, x):
-        return collectives.all_reduce(w * x, "sum", group) * w
-
-    def detached(w, x):
-        return collectives.all_reduce((w * x).detach(), "max", group) * w
-
-    for engine in (graph, functional, eager):
-        refused(
-            stage,
-            r"_c10d_functional\.all_reduce\.default, .* too large by the number of ranks .* use ppfunc.collectives.psum",  # noqa: E501
-            1,
-            engine,
-        )
-        program = engine(detached, ONES)
-        y, residuals = program.forward(*ONES)
-        torch.testing.assert_close(y, ONES[1])
-        torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (ONES[1], torch.zeros(2)))
-
-
-def test_a_functional_collective_with_the_right_derivative_is_traced(group):
-    program = graph(lambda w, x: all_gather(w * x, 0, group) * w, ONES)
-    y, residuals = program.forward(*ONES)
-    torch.testing.assert_close(y, ONES[1])
-    torch.testing.assert_close(program.backward(residuals, torch.ones(2)), (2 * ONES[1], torch.ones(2)))
-
-
-@pytest.mark.parametrize("factor", [2j, 1 + 2j, 3.0])
-def test_complex_tensors_times_complex_numbers(factor):
-    args = tuple(
-        torch.randn(3, dtype=torch.complex128, generator=torch.Generator().manual_seed(n)) for n in range(2)
-    )
-    fn = lambda w, x: w * x * factor + factor / w  # noqa: E731
-    program = graph(fn, args)
-    y, residuals = program.forward(*args)
-    inputs = [t.clone().requires_grad_() for t in args]
-    want = fn(*inputs)
-    torch.testing.assert_close(y, want.detach())
-    gy = torch.ones_like(y)
-    torch.testing.assert_close(program.backward(residuals, gy), torch.autograd.grad(want, inputs, gy))
+        torch.testing.assert_close(through(program, example[0], x)[1], x.clamp(min=0))
 
 
 def test_an_argument_may_have_the_name_of_a_keyword():

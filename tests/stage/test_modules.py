@@ -12,27 +12,7 @@ from torch import nn
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph, stage_from_module
 from tests.models import squared
-
-ENGINES = [graph, functional, eager]
-
-
-def test_gradients_of_a_chain_of_module_stages_are_those_of_the_whole():
-    torch.manual_seed(0)
-    whole = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).double()
-    x = torch.randn(5, 3, dtype=torch.float64)
-    value, kept = x, []
-    for part in (whole[:2], whole[2:4], whole[4:]):
-        fn, params, _ = stage_from_module(part)
-        program = graph(fn, (params, value))
-        value, residuals = program.forward(params, value)
-        kept.append((program, residuals))
-    g, gradients = torch.ones_like(value), []
-    for program, residuals in reversed(kept):
-        gparams, g = program.backward(residuals, g)
-        gradients = [*(gparams[k] for k in gparams), *gradients]
-    want = torch.autograd.grad(whole(x).sum(), list(whole.parameters()))
-    torch.testing.assert_close(value, whole(x), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradients, list(want), rtol=1e-12, atol=1e-12)
+from tests.stage.conftest import every, through
 
 
 def test_buffers_come_in_and_go_out_and_the_module_stays_as_it_is():
@@ -43,14 +23,6 @@ def test_buffers_come_in_and_go_out_and_the_module_stays_as_it_is():
     assert all(torch.equal(b, torch.zeros(2)) for b in (module.running_mean, state["running_mean"]))
     torch.testing.assert_close(new["running_mean"], 0.1 * x.mean(0))
     assert new["num_batches_tracked"] == 1 and state["num_batches_tracked"] == 0
-
-
-def test_buffers_that_are_not_given_are_named():
-    fn, params, _ = stage_from_module(nn.BatchNorm1d(2))
-    with pytest.raises(
-        StageError, match="has the buffers running_mean, running_var, .* give it to the step, state="
-    ):
-        graph(fn, (params, torch.ones(3, 2)))
 
 
 def test_a_buffer_that_is_replaced_goes_out_too():
@@ -88,23 +60,17 @@ def test_a_shared_parameter_is_listed_once_with_one_gradient():
     module = nn.Sequential(a, b)
     fn, params, _ = stage_from_module(module)
     x = torch.randn(2, 3, dtype=torch.float64)
-    program = graph(fn, (params, x))
-    y, residuals = program.forward(params, x)
-    gparams, _ = program.backward(residuals, torch.ones_like(y))
-    assert list(gparams) == ["0.weight"]
-    torch.testing.assert_close(
-        gparams["0.weight"], torch.autograd.grad(module(x).sum(), a.weight)[0], rtol=1e-12, atol=1e-12
-    )
+    _, gparams, _ = through(graph(fn, (params, x)), params, x)
+    (want,) = torch.autograd.grad(module(x).sum(), a.weight)
+    torch.testing.assert_close(gparams, {"0.weight": want}, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 def test_a_submodule_listed_twice_stays_as_it_is(engine):
     torch.manual_seed(0)
     layer, norm = nn.Linear(3, 3).double(), nn.BatchNorm1d(3).double()
-    module, alone = (
-        nn.Sequential(layer, norm, nn.Tanh(), layer, norm),
-        copy.deepcopy(nn.Sequential(layer, norm, nn.Tanh(), layer, norm)),
-    )
+    module = nn.Sequential(layer, norm, nn.Tanh(), layer, norm)
+    alone = copy.deepcopy(module)
     own = {id(t): t.detach().clone() for t in (*module.parameters(), *module.buffers())}
     fn, params, state = stage_from_module(module)
     assert list(params) == ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -116,12 +82,8 @@ def test_a_submodule_listed_twice_stays_as_it_is(engine):
         assert all(torch.equal(t.detach(), own[id(t)]) for t in (*module.parameters(), *module.buffers()))
     want = sum(squared(alone(a), t) for a, t in zip(x.chunk(2), target.chunk(2), strict=True)) / 2
     torch.testing.assert_close(loss, want.detach(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(
-        list(grads[0].values()),
-        list(torch.autograd.grad(want, list(alone.parameters()))),
-        rtol=1e-12,
-        atol=1e-12,
-    )
+    wanted = list(torch.autograd.grad(want, list(alone.parameters())))
+    torch.testing.assert_close(list(grads[0].values()), wanted, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(aux.state[0], dict(alone.named_buffers()), rtol=1e-12, atol=1e-12)
 
 
@@ -135,9 +97,8 @@ def test_recurrent_layers_of_single_precision(engine, schedule, bidirectional):
     module = nn.LSTM(4, 3, num_layers=2, bidirectional=bidirectional)
     fn, params, _ = stage_from_module(module)
     x, target = torch.randn(10, 2, 4), torch.randn(10, 2, 6 if bidirectional else 3)
-    step = pp.value_and_grad(
-        [lambda p, x: fn(p, x)[0]], squared, schedule(1, 2), engine=engine, argnums=(0, 1)
-    )
+    first = lambda p, x: fn(p, x)[0]  # noqa: E731
+    step = pp.value_and_grad([first], squared, schedule(1, 2), engine=engine, argnums=(0, 1))
     x.requires_grad_()
     result = step({0: params}, x, target)
     loss, grads, gx = result.loss, result.grads, result.input_grads
@@ -169,7 +130,7 @@ class Caching(nn.Module):
         return self.linear(x) * self.positions * self.table @ self.tables[len(x)]
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 def test_what_a_module_keeps_in_a_call_is_gone_afterwards(engine):
     torch.manual_seed(0)
     module, alone = Caching(), Caching()
@@ -180,55 +141,14 @@ def test_what_a_module_keeps_in_a_call_is_gone_afterwards(engine):
     for length in (4, 5):
         x, target = torch.randn(2 * length, 3), torch.randn(2 * length, 3)
         loss, grads = step({0: params}, x, target)
-        want = (
-            sum(squared(copy.deepcopy(alone)(a), t) for a, t in zip(x.chunk(2), target.chunk(2), strict=True))
-            / 2
-        )
+        pairs = zip(x.chunk(2), target.chunk(2), strict=True)
+        want = sum(squared(copy.deepcopy(alone)(a), t) for a, t in pairs) / 2
         torch.testing.assert_close(loss, want.detach())
         assert type(grads[0]["linear.weight"]) is torch.Tensor
     assert module.positions is module.table is None
     assert module.seen == [] and module.lengths == {0} and not hasattr(module, "extra")
     assert list(module.tables) == ["mine"] and module.tables["mine"] is kept
     assert module.linear.training and "table" in module._buffers
-
-
-def test_a_parameter_that_requires_no_gradient_is_frozen():
-    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()
-    module[0].requires_grad_(False)
-    fn, params, _ = stage_from_module(module)
-    x = torch.randn(2, 3, dtype=torch.float64)
-    program = graph(fn, (params, x))
-    y, residuals = program.forward(params, x)
-    gparams, gx = program.backward(residuals, torch.ones_like(y))
-    assert all(torch.equal(gparams[k], torch.zeros_like(params[k])) for k in ("0.weight", "0.bias"))
-    want = torch.autograd.grad(module(x.requires_grad_()).sum(), [x, module[1].weight])
-    torch.testing.assert_close([gx, gparams["1.weight"]], list(want), rtol=1e-12, atol=1e-12)
-
-
-def test_a_step_follows_the_mode_of_the_module():
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
-    fn, params, _ = pp.stage_from_module(module)
-    step = pp.value_and_grad([fn], lambda y, t: (y - t).square().mean(), pp.gpipe(1, 2))
-    x, target = torch.randn(8, 3), torch.randn(8, 3)
-    trained, _ = step({0: params}, x, target, seed=(0, 0))
-    module.eval()
-    evaluated, _ = step({0: params}, x, target, seed=(0, 0))
-    with torch.no_grad():
-        torch.testing.assert_close(evaluated, (module(x) - target).square().mean())
-    module.train()
-    assert torch.equal(step({0: params}, x, target, seed=(0, 0))[0], trained)
-    assert not torch.equal(trained, evaluated)
-
-
-def test_a_step_follows_autocast():
-    step = pp.value_and_grad([lambda w, x: x @ w], lambda y, t: (y - t).square().mean(), pp.gpipe(1, 2))
-    w, x, target = (torch.randn(2, 3, 3) for _ in range(3))
-    plain, _ = step({0: w[0]}, x, target)
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded, _ = step({0: w[0]}, x, target)
-    assert not torch.equal(plain, rounded)
-    assert torch.equal(step({0: w[0]}, x, target)[0], plain)
 
 
 class Scaled(nn.Module):
@@ -305,17 +225,15 @@ def test_a_module_with_buffers_may_return_an_output():
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match="expected a torch.nn.Module"):
         stage_from_module(squared)
-    with pytest.raises(
-        TypeError, match="got RecursiveScriptModule, .* give the module from before it was scripted"
-    ):
+    said = "got RecursiveScriptModule, .* give the module from before it was scripted"
+    with pytest.raises(TypeError, match=said):
         stage_from_module(torch.jit.script(nn.Linear(2, 2)))
 
 
 def test_a_lazy_parameter_is_named():
     module = nn.Sequential(nn.Linear(3, 2), nn.LazyLinear(2))
-    with pytest.raises(
-        ValueError, match=r"1\.weight is not initialised, .* run the module once on an example first"
-    ):
+    said = r"1\.weight is not initialised, .* run the module once on an example first"
+    with pytest.raises(ValueError, match=said):
         stage_from_module(module)
     with pytest.raises(ValueError, match="running_mean is not initialised"):
         stage_from_module(nn.LazyBatchNorm1d(affine=False))
@@ -336,9 +254,7 @@ def test_a_buffer_that_is_a_parameter_by_another_name_stays_one():
     module, x = Tied(), torch.randn(2, 3)
     fn, params, state = stage_from_module(module)
     assert (sorted(params), state) == (["a.weight"], {})
-    program = graph(fn, (params, x))
-    y, residuals = program.forward(params, x)
-    gparams, _ = program.backward(residuals, torch.ones_like(y))
+    _, gparams, _ = through(graph(fn, (params, x)), params, x)
     (want,) = torch.autograd.grad(module(x).sum(), [module.a.weight])
     torch.testing.assert_close(gparams["a.weight"], want)
 
@@ -353,7 +269,7 @@ class ReadsABuffer(nn.Module):
         return self.layer(x) * self.scale
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every
 def test_buffers_that_are_only_read_need_no_state(engine):
     module = ReadsABuffer()
     fn, params, _ = stage_from_module(module)
@@ -365,7 +281,7 @@ def test_buffers_that_are_only_read_need_no_state(engine):
     torch.testing.assert_close(grads[0]["layer.weight"], torch.autograd.grad(want, module.layer.weight)[0])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@every
 def test_buffers_that_are_written_need_a_state_in_training_and_none_in_evaluation(engine):
     module = nn.BatchNorm1d(2)
     fn, params, _ = stage_from_module(module.eval())
@@ -379,9 +295,8 @@ def test_buffers_that_are_written_need_a_state_in_training_and_none_in_evaluatio
 
 def test_a_call_by_hand_that_writes_into_a_buffer_without_a_state_is_refused():
     fn, params, state = stage_from_module(nn.BatchNorm1d(2))
-    with pytest.raises(
-        ValueError, match="has written into its buffer num_batches_tracked, and was given no state"
-    ):
+    said = "has written into its buffer num_batches_tracked, and was given no state"
+    with pytest.raises(ValueError, match=said):
         fn(params, torch.randn(4, 2))
     with pytest.raises(ValueError, match="got a state with running_mean; the module has the buffers"):
         fn(params, torch.randn(4, 2), {"running_mean": state["running_mean"]})

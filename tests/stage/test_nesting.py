@@ -7,7 +7,7 @@ import torch
 
 from ppfunc.stage import functional, graph
 
-ENGINES = [graph, functional]
+nests = pytest.mark.parametrize("engine", [graph, functional], ids=lambda e: e.__name__)
 
 
 def stage(w, x):
@@ -31,7 +31,7 @@ def direct(w, x):
     return torch.func.grad(lambda w: stage(w, x).sum())(w)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@nests
 def test_grad_of_the_gradient(engine, args):
     w, x = args
     program = engine(stage, args)
@@ -40,7 +40,7 @@ def test_grad_of_the_gradient(engine, args):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@nests
 def test_vmap_over_an_ensemble(engine, args):
     w, x = args
     program = engine(stage, args)
@@ -50,7 +50,7 @@ def test_vmap_over_an_ensemble(engine, args):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@nests
 def test_hessian_vector_product_by_jvp(engine, args):
     w, x = args
     program, v = engine(stage, args), torch.randn(3, 3, dtype=torch.float64)

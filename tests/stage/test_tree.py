@@ -12,11 +12,10 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from ppfunc.stage import Signature, eager, functional, graph, outline
+from ppfunc.stage import Signature, outline
 from ppfunc.stage.transforms import dual, for_samples, per_sample
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
-
-ENGINES = [graph, functional, eager]
+from tests.stage.conftest import every
 
 
 class ModelOutput(dict):
@@ -74,7 +73,7 @@ def test_a_class_may_be_registered_at_any_time():
     assert len(Signature.of(Late(torch.ones(1), torch.ones(2))).leaves) == 2
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 def test_stages_take_and_return_them(engine):
     def fn(p, x):
         return ModelOutput(h=x["h"] * p.value, kept=x["kept"])

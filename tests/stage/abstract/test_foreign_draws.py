@@ -15,9 +15,9 @@ from numpy.random import rand
 from torch import nn
 
 import ppfunc as pp
-from ppfunc.stage import StageError, eager, functional, graph, stage_from_module
+from ppfunc.stage import StageError, graph, stage_from_module
+from tests.stage.conftest import every
 
-every = pytest.mark.parametrize("engine", [graph, functional, eager], ids=lambda e: e.__name__)
 DRAWS = {
     "random": (lambda: random.random(), "random"),
     "another name": (lambda: by_another_name(), "random"),
@@ -55,11 +55,8 @@ def test_a_stage_that_draws_by_python_is_refused(engine, kind, of_values):
             x = x * 2
         return w * x * draw()
 
-    refused = pytest.raises(
-        StageError,
-        match=f"^stage 2: it draws from the generator of {what}, .* order in which micro",
-    )
-    with refused:
+    said = f"^stage 2: it draws from the generator of {what}, .* order in which micro"
+    with pytest.raises(StageError, match=said):
         engine(fn, (torch.ones(2), torch.ones(2)), name="stage 2")
 
 
@@ -83,10 +80,7 @@ def test_a_module_in_a_step_is_refused_by_name():
 
     fn, params, _ = stage_from_module(Dropped(2, 2))
     step = pp.value_and_grad([fn], lambda y, t: (y - t).sum(), pp.gpipe(1, 2))
-    with pytest.raises(
-        StageError,
-        match="stage 0: it draws from the generator of random, ",
-    ):
+    with pytest.raises(StageError, match="stage 0: it draws from the generator of random, "):
         step({0: params}, torch.ones(4, 2), torch.ones(4, 2))
 
 
@@ -95,10 +89,7 @@ def test_a_model_that_is_split_is_refused_by_whatever_name_it_draws():
         def forward(self, x):
             return super().forward(x) * by_another_name()
 
-    with pytest.raises(
-        StageError,
-        match="the model: it draws from the generator of random, ",
-    ):
+    with pytest.raises(StageError, match="the model: it draws from the generator of random, "):
         pp.split(Drops(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2), at=["1"])
 
 

@@ -7,6 +7,7 @@ import torch
 
 import ppfunc as pp
 from ppfunc.stage import StageError
+from tests.stage.conftest import every, running, through
 
 X = torch.arange(24, dtype=torch.float64).reshape(2, 3, 4) / 7
 ROWS = torch.tensor([[True, False, True], [False, False, True]])
@@ -39,7 +40,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("engine", ["graph", "functional", "eager"])
+@every
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_torch(name, engine):
     write, mask, shape = CASES[name]
@@ -49,9 +50,7 @@ def test_gradients_are_those_of_torch(name, engine):
         return write(params["x"] * 2, x, params["v"].sin())
 
     params = {"x": X, "v": values}
-    program = getattr(pp.engines, engine)(stage, (params, mask))
-    y, residuals = program.forward(params, mask)
-    grads, _ = program.backward(residuals, torch.ones_like(y) * X)
+    y, grads, _ = through(engine(stage, (params, mask)), params, mask, gy=X.clone())
     leaves = {name: t.clone().requires_grad_() for name, t in params.items()}
     want = stage(leaves, mask)
     wanted = torch.autograd.grad((want * X).sum(), [*leaves.values()])
@@ -60,7 +59,7 @@ def test_gradients_are_those_of_torch(name, engine):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize("engine", ["graph", "functional", "eager"])
+@every
 def test_another_number_of_elements_raises(engine):
     def stage(v, mask):
         h = torch.zeros(2, 3, 4, dtype=torch.float64)
@@ -68,7 +67,7 @@ def test_another_number_of_elements_raises(engine):
         return h
 
     v = torch.ones(3, 4, dtype=torch.float64)
-    program = getattr(pp.engines, engine)(stage, (v, ROWS))
+    program = engine(stage, (v, ROWS))
     for other in (~ROWS & LAST[:3], torch.ones_like(ROWS)):
         with pytest.raises(RuntimeError, match="a mask has not the 3 true elements|shape mismatch"):
             program.forward(v, other)
@@ -79,7 +78,7 @@ def test_a_row_that_no_engine_traces_still_names_another():
         pp.engines.graph(lambda v, mask: v[mask], (torch.ones(2, 3), ROWS))
 
 
-@pytest.mark.parametrize("engine", ["functional", "eager"])
+@running
 def test_a_stage_that_needs_values_is_tried_on_the_batch(engine):
     """On zeros, no row is chosen, and the features do not fit."""
 
@@ -91,9 +90,8 @@ def test_a_stage_that_needs_values_is_tried_on_the_batch(engine):
 
     ids, features = torch.tensor([7, 1, 2, 7]), torch.ones(4, 3)
     table = torch.ones(8, 3)
-    step = pp.value_and_grad(
-        [stage], lambda y, t: ((y - t) ** 2)[t > 1].sum(), pp.gpipe(1, 2), engine=getattr(pp.engines, engine)
-    )
+    loss_fn = lambda y, t: ((y - t) ** 2)[t > 1].sum()  # noqa: E731
+    step = pp.value_and_grad([stage], loss_fn, pp.gpipe(1, 2), engine=engine)
     inputs = pp.Microbatches([(ids, features[:2]), (ids, features[2:])])
     loss, grads = step({0: table}, inputs, pp.Microbatches([torch.full((4, 3), 3.0)] * 2))
     assert loss == 2 * 3 * 1 + 2 * 3 * 4

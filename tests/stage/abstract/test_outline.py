@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from ppfunc.stage import Signature, StageError, eager, functional, graph, outline, stage_from_module
-
-ENGINES = [graph, functional, eager]
-every = pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+from ppfunc.stage import Signature, outline, stage_from_module
+from tests.stage.conftest import every
 
 
 def model():
@@ -81,15 +79,6 @@ def test_a_stage_with_an_outline_is_not_evaluated_again(engine, monkeypatch):
     seen = outline(lambda w, x: x @ w, args)
     monkeypatch.setattr(sys.modules["ppfunc.stage.abstract.outline"], "_observe", None)
     assert engine(lambda w, x: x @ w, args, outline=seen).y == seen.y
-
-
-def test_a_stage_that_needs_values_is_not_traced():
-    def fn(w, x):
-        return x @ w if x.sum() >= 0 else x
-
-    args = torch.ones(2, 2), torch.ones(3, 2)
-    with pytest.raises(StageError, match="stage 1: its control flow .* Instead: use the functional engine"):
-        graph(fn, args, name="stage 1", outline=outline(fn, args))
 
 
 def test_scripted_functions_run_operator_by_operator():

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from ppfunc.stage import Signature, StageError, eager, functional, graph, outline
 from tests.models import all_gather
+from tests.stage.conftest import ENGINES, by_autograd, every, running, through
 
-ENGINES = [graph, functional, eager]
+ONES, SQUARES = (torch.ones(2), torch.ones(2)), (torch.ones(2, 2), torch.ones(2, 2))
 
 
 class OldStyle(torch.autograd.Function):
@@ -50,6 +56,10 @@ def cautious(w, x):
     return x @ w
 
 
+def padded(w, x):
+    return torch.nested.to_padded_tensor(torch.nested.nested_tensor([x, x[:1]]), 0.0)[0] @ w
+
+
 compiled = torch.compile(lambda w, x: (x @ w).sin(), backend="eager")
 
 WITH = {
@@ -69,6 +79,8 @@ WITH = {
     "branch on a value": (lambda w, x: x @ w if x.sum() > -9 else x * 2, {functional, eager}),
     "branch on a value, unless there is none": (cautious, {graph, functional, eager}),
     "shape of a value": (lambda w, x: w * x[x > 0].sum(), {functional, eager}),
+    "numpy": (lambda w, x: x @ w * float(x.detach().numpy().shape[0]), {eager}),
+    "nested tensors": (padded, {eager}),
 }
 
 
@@ -78,17 +90,16 @@ def args():
     return torch.randn(3, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 @pytest.mark.parametrize("kind", WITH)
-@pytest.mark.filterwarnings("ignore:.*Converting a tensor")
+@pytest.mark.filterwarnings("ignore:.*Converting a tensor", "ignore:The PyTorch API of nested tensors")
 def test_who_serves_what(engine, kind, args):
     fn, servers = WITH[kind]
 
     def gradients():
         program = engine(fn, args, name="stage 3")
         torch.manual_seed(1)
-        y, residuals = program.forward(*args)
-        return y, *program.backward(residuals, torch.ones_like(y))
+        return through(program, *args)
 
     if engine not in servers:
         with pytest.raises(StageError, match=r"^stage 3: .* Instead: .*\.$") as refused:
@@ -97,144 +108,141 @@ def test_who_serves_what(engine, kind, args):
         assert named <= servers or named == {eager}  # the last resort, which then says what to rewrite
         assert named or not servers
         return
-    w, x = (t.clone().requires_grad_() for t in args)
     torch.manual_seed(1)
-    y = fn(w, x)
-    want = (y.detach(), *torch.autograd.grad(y, (w, x), torch.ones_like(y)))
+    want = by_autograd(fn, *args)
     torch.testing.assert_close(gradients(), want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_a_stage_is_given_the_part_of_its_rank_and_gradients_are_dtensors(engine, tmp_path):
-    from torch.distributed import destroy_process_group, init_process_group
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        w, x = (distribute_tensor(t, mesh, [Replicate()]) for t in (torch.randn(3, 3), torch.randn(2, 3)))
-
-        def stage(w, x):
-            assert type(w) is not type(x_given) is not type(x)
-            return x @ w
-
-        x_given = x
-        program = engine(stage, (w, x))
-        y, residuals = program.forward(w, x)
-        gw, gx = program.backward(residuals, torch.ones_like(y))
-        assert type(y) is torch.Tensor and gw.placements == gx.placements == (Replicate(),)
-        torch.testing.assert_close(gw.full_tensor(), x.full_tensor().T @ torch.ones(2, 3))
-    finally:
-        destroy_process_group()
+@pytest.fixture
+def group(tmp_path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
-def writes(w, x):
-    w["a"].add_(1)
-    return x
+@every
+def test_a_stage_is_given_the_part_of_its_rank_and_gradients_are_dtensors(engine, group):
+    mesh = init_device_mesh("cpu", (1,))
+    w, x = (distribute_tensor(t, mesh, [Replicate()]) for t in (torch.randn(3, 3), torch.randn(2, 3)))
+
+    def stage(w, x):
+        assert type(w) is not type(x_given) is not type(x)
+        return x @ w
+
+    x_given = x
+    y, gw, gx = through(engine(stage, (w, x)), w, x)
+    assert type(y) is torch.Tensor and gw.placements == gx.placements == (Replicate(),)
+    torch.testing.assert_close(gw.full_tensor(), x.full_tensor().T @ torch.ones(2, 3))
 
 
-def writes_input(w, x):
-    return x.mul_(2)
+# -- what a stage raises
 
 
-def writes_container(w, x):
+def replaces(w, x):
     w["a"] = w["a"] * 2
     return x * w["a"]
 
 
-IMPURE = {
-    "parameter": (writes, r"stage 1: it is not pure: it writes into its argument params\['a'\]"),
-    "input": (writes_input, "it writes into its argument x"),
-    "container": (writes_container, "it replaces entries of its argument params"),
+OWN = torch.Generator()
+
+
+def draws(w, x):
+    return x @ w + torch.rand(2, 2, generator=torch.Generator().manual_seed(3))
+
+
+EMBEDDING = torch.nn.Embedding(5, 2, sparse=True)
+GENERATOR = (
+    r"it passes its own torch.Generator .*, called at .*test_refusals.py:\d+;.* Instead: leave the generator"
+)
+# A stage, its arguments, and what each engine says of it.
+REFUSED = {
+    "container": (
+        replaces,
+        ({"a": torch.ones(2)}, torch.ones(2)),
+        "it replaces entries of its argument params",
+    ),
+    "generator": (lambda w, x: x @ w + torch.rand(2, 2, generator=OWN), SQUARES, GENERATOR),
+    "generator after a look": (
+        lambda w, x: x @ w * torch.empty(2, 2).normal_(generator=OWN) + float(x.sum()),
+        SQUARES,
+        GENERATOR,
+    ),
+    "default generator": (
+        lambda w, x: x @ w + torch.rand(2, 2, generator=torch.default_generator),
+        SQUARES,
+        GENERATOR,
+    ),
+    "new generator": (draws, SQUARES, GENERATOR),
+    "sparse gradient": (
+        lambda p, x: torch.func.functional_call(EMBEDDING, p, (x,)),
+        (dict(EMBEDDING.named_parameters()), torch.arange(3)),
+        r"the gradient of params\['weight'\] is a sparse_coo tensor.*leave out sparse=True",
+    ),
+    "map": (
+        lambda w, x: torch._higher_order_ops.map(lambda row: row * w, x),
+        (torch.ones(2), torch.ones(3, 2)),
+        r"the higher-order operator map .*; write torch\.func\.vmap\(f\)",
+    ),
+    "line of a library": (
+        lambda w, x: F.linear(x, w),
+        (torch.ones(3, 2), torch.ones(5)),
+        rf"it raised RuntimeError at {__file__}:\d+: .*given params = float32\[3,2\], x = float32.5.\.$",
+    ),
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-@pytest.mark.parametrize("kind", IMPURE)
-def test_visible_impurity(engine, kind):
-    fn, message = IMPURE[kind]
-    with pytest.raises(StageError, match=message):
-        engine(fn, ({"a": torch.ones(2)}, torch.ones(2)), name="stage 1")
+@every
+@pytest.mark.parametrize("kind", REFUSED)
+def test_every_engine_says_what_is_wrong(engine, kind):
+    fn, args, message = REFUSED[kind]
+    with pytest.raises(StageError, match=f"^stage 2: .*{message}"):
+        engine(fn, args, name="stage 2")
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_captured_tensors(engine):
-    constant, weight, state = torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.zeros(2)
-    x = (torch.ones(2), torch.ones(2))
-    engine(lambda w, x: x * constant * weight.detach(), x)
-    with pytest.raises(
-        StageError, match=r"reads a tensor of shape \(2,\) .* requires a gradient, which would be lost"
-    ):
-        engine(lambda w, x: x * weight, x)
-    with pytest.raises(StageError, match="it writes into a tensor"):
-        engine(lambda w, x: x * state.add_(1), x)
+@every
+def test_a_captured_tensor_with_a_gradient_may_be_detached(engine):
+    constant, weight = torch.ones(2), torch.nn.Parameter(torch.ones(2))
+    engine(lambda w, x: x * constant * weight.detach(), ONES)
 
 
-def test_abstract_evaluation_names_the_functional_engine():
-    reason, mend = outline(lambda w, x: x if x.sum() > 0 else w, (torch.ones(2), torch.ones(2))).untraced
-    assert "values" in reason and "use the functional engine" in mend
+def raising(w, x):
+    raise KeyError("mine")
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 def test_an_error_of_the_stage_says_where_it_was_raised_and_what_it_was_given(engine):
-    def fn(w, x):
-        raise KeyError("mine")
-
-    line = fn.__code__.co_firstlineno + 1
+    line = raising.__code__.co_firstlineno + 1
     with pytest.raises(StageError) as caught:
-        engine(fn, ({"a": torch.ones(3, 2)}, torch.ones(2)), name="stage 5")
+        engine(raising, ({"a": torch.ones(3, 2)}, torch.ones(2)), name="stage 5")
     given = "it was given params = {'a': float32[3,2]}, x = float32[2]"
     assert str(caught.value) == f"stage 5: it raised KeyError at {__file__}:{line}: 'mine'; {given}."
     assert isinstance(caught.value.__cause__, KeyError)
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_the_line_of_an_error_is_that_of_the_stage_and_not_of_a_library(engine):
-    def fn(w, x):
-        return F.linear(x, w)
-
-    place, given = (
-        f"{__file__}:{fn.__code__.co_firstlineno + 1}",
-        r"params = float32\[3,2\], x = float32\[5\]",
-    )
-    with pytest.raises(StageError, match=rf"it raised RuntimeError at {place}: .*; it was given {given}\.$"):
-        engine(fn, (torch.ones(3, 2), torch.ones(5)))
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_an_error_of_a_stage_with_deep_and_large_arguments_is_short(engine):
     deep = torch.ones(2)
     for _ in range(900):
         deep = [deep]
-
-    def fn(w, x):
-        raise KeyError("mine")
-
     with pytest.raises(StageError, match="it raised KeyError .*: 'mine'; it was given params = ") as caught:
-        engine(fn, (deep, [torch.ones(2) for _ in range(1000)]), name="stage 5")
+        engine(raising, (deep, [torch.ones(2) for _ in range(1000)]), name="stage 5")
     assert len(str(caught.value)) < 2000
 
 
-@pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
+@running
 def test_an_error_of_a_running_stage_has_a_note_with_its_line_and_shapes(engine):
-    def fn(w, x):
-        if x.sum() > 0:
-            raise KeyError("mine")
-        return x * w
-
-    program = engine(fn, (torch.ones(2), torch.zeros(2)), name="stage 5")
-    with pytest.raises(KeyError) as caught:
-        program.forward(torch.ones(2), torch.ones(2))
-    (note,) = caught.value.__notes__
-    assert (
-        note == f"raised in stage 5 at {__file__}:{fn.__code__.co_firstlineno + 2}, which was given params ="
-        " float32[2], x = float32[2]"
+    program = engine(
+        lambda w, x: raising(w, x) if x.sum() > 0 else x * w, (torch.ones(2), torch.zeros(2)), name="stage 5"
     )
+    with pytest.raises(KeyError) as caught:
+        program.forward(*ONES)
+    (note,) = caught.value.__notes__
+    place = f"raised in stage 5 at {__file__}:{raising.__code__.co_firstlineno + 1}"
+    assert note == f"{place}, which was given params = float32[2], x = float32[2]"
 
 
-def _raising(number, error):
-    calls = []
+@every
+@pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine")], ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_error_of_one_call_alone_is_raised(engine, error, number):
+    """Of the first it is no refusal of tensors without values, of the second none of the derivative."""
+    calls, name = [], type(error).__name__
 
     def fn(w, x):
         calls.append(number)
@@ -242,25 +250,12 @@ def _raising(number, error):
             raise error
         return x * w
 
-    return fn, f"{__file__}:{fn.__code__.co_firstlineno + 3}"
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-@pytest.mark.parametrize("error", [ValueError("mine"), RuntimeError("mine")], ids=lambda e: type(e).__name__)
-def test_an_error_of_the_second_call_alone_is_not_blamed_on_the_derivative(engine, error):
-    fn, place = _raising(2, error)
-    name = type(error).__name__
-    with pytest.raises(
-        StageError, match=f"^the stage: it ran before, and then raised {name}: mine at {place}.$"
-    ):
-        engine(fn, (torch.ones(2), torch.zeros(2)))
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_an_error_of_the_first_call_alone_is_raised(engine):
-    """The eager and the functional engine took it for a refusal of tensors without values, and went on."""
-    fn, place = _raising(1, ValueError("mine"))
-    with pytest.raises(StageError, match=f"^the stage: it raised ValueError at {place}: mine; it was given"):
+    place = f"{__file__}:{fn.__code__.co_firstlineno + 3}"
+    said = [
+        f"it raised {name} at {place}: mine; it was given",
+        f"it ran before, and then raised {name}: mine at {place}.$",
+    ]
+    with pytest.raises(StageError, match=f"^the stage: {said[number - 1]}"):
         engine(fn, (torch.ones(2), torch.zeros(2)))
 
 
@@ -279,7 +274,45 @@ def test_a_refusal_of_an_operator_that_a_stage_raises_anew_keeps_its_mend():
     eager(fn, arguments)
 
 
-@pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
+def test_a_run_on_zeros_is_told():
+    def careful(w, x):
+        if (x == 0).all():
+            raise ArithmeticError("nothing but zeros")
+        return x @ w
+
+    with pytest.raises(StageError, match="nothing but zeros; it was given .*, and zeros where no batch"):
+        functional(careful, SQUARES)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_refusal_for_values_says_where_they_were_asked_for(args):
+    def within(w, x):
+        return x @ w if torch.func.vmap(lambda a: a.sum())(x)[0] > -9 else x
+
+    def looking(w, x):
+        return w * x[x > 0].sum()
+
+    for fn, operator in [(within, "_local_scalar_dense.default"), (looking, "nonzero.default")]:
+        line = fn.__code__.co_firstlineno + 1
+        with pytest.raises(StageError, match=rf"\(operator aten.{operator}, called at {__file__}:{line}\)"):
+            graph(fn, args)
+    message = (
+        rf"its operator aten.\S+, called at {__file__}:\d+, returns is not known without values .* eager"
+    )
+    with pytest.raises(StageError, match=message):
+        graph(padded, args)
+
+
+def test_an_extra_for_a_stage_that_takes_none_says_what_to_leave_out():
+    mend = "takes 2 positional .* extra 0 = .* leave it out of extras= and state= of the step"
+    with pytest.raises(StageError, match=mend):
+        outline(lambda w, x: w * x, (*ONES, torch.ones(2)))
+
+
+# -- what a program is given
+
+
+@running
 @pytest.mark.filterwarnings("ignore:.*Converting a tensor")
 def test_an_output_shape_that_depends_on_values_is_refused_when_it_changes(engine):
     program = engine(
@@ -289,7 +322,7 @@ def test_an_output_shape_that_depends_on_values_is_refused_when_it_changes(engin
         program.forward(torch.ones(()), torch.tensor([1.0, -1.0, 1.0]))
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 def test_arguments_are_checked_against_the_example(engine):
     w, x = torch.ones(2), torch.ones(3, 2)
     program = engine(lambda w, x, c: x * w * c, (w, x, x))
@@ -306,7 +339,7 @@ def test_arguments_are_checked_against_the_example(engine):
         program.backward(residuals, (y,))
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 def test_signatures_serve_as_examples(engine, args):
     whole = engine(lambda w, x: (x @ w).sin(), args)
     told = engine(lambda w, x: (x @ w).sin(), tuple(map(Signature.of, args)))
@@ -314,7 +347,7 @@ def test_signatures_serve_as_examples(engine, args):
     assert torch.equal(whole.forward(*args)[0], told.forward(*args)[0])
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 def test_inputs_without_wanted_gradient_get_none(engine, args):
     program = engine(lambda w, x: (x @ w).sin(), (args[0], Signature.of(args[1]).without_grad()))
     _, residuals = program.flat.forward((args[0],), (args[1],), ())
@@ -322,35 +355,22 @@ def test_inputs_without_wanted_gradient_get_none(engine, args):
     assert gx == () and gw[0].shape == (3, 3)
 
 
-def test_options_of_the_graph_engine_have_names():
-    for wrong in ("full", True):
-        with pytest.raises(TypeError, match=r"its options have names, as in graph\(remat='full'\)"):
-            graph(wrong)
-
-
-def test_flags_of_the_graph_engine_are_true_or_false():
-    with pytest.raises(TypeError, match="dynamic: got 'yes', expected True or False"):
-        graph(dynamic="yes")
-
-
-def test_numpy_goes_to_eager():
-    def counted(w, x):
-        return x @ w * float(x.detach().numpy().shape[0])
-
-    for engine in (graph, functional):
-        with pytest.raises(StageError, match="use the eager engine"):
-            engine(counted, (torch.randn(3, 3), torch.randn(2, 3)))
-    eager(counted, (torch.randn(3, 3), torch.randn(2, 3)))
-
-
-def test_a_run_on_zeros_is_told():
-    def careful(w, x):
-        if (x == 0).all():
-            raise ArithmeticError("nothing but zeros")
-        return x @ w
-
-    with pytest.raises(StageError, match="nothing but zeros; it was given .*, and zeros where no batch"):
-        functional(careful, (torch.randn(3, 3), torch.randn(2, 3)))
+@pytest.mark.parametrize(
+    ("args", "options", "words"),
+    [
+        (("full",), {}, r"its options have names, as in graph\(remat='full'\)"),
+        ((True,), {}, r"its options have names, as in graph\(remat='full'\)"),
+        ((), {"dynamic": "yes"}, "dynamic: got 'yes', expected True or False"),
+        ((torch.matmul,), {}, "matmul.*and no example"),
+        ((), {"example": (torch.ones(1), torch.ones(1))}, "missing .* argument 'fn'"),
+        ((), {"has_aux": True}, "missing .* argument 'fn' and 'example'"),
+        ((), {"name": "first"}, "missing .* argument 'fn' and 'example'"),
+        ((), {"device": "cpu", "remat": "full"}, "missing .* argument 'fn' and 'example'"),
+    ],
+)
+def test_options_of_a_call_are_not_taken_for_those_of_an_engine(args, options, words):
+    with pytest.raises(TypeError, match=words):
+        graph(*args, **options)
 
 
 NOT_DENSE = {
@@ -365,175 +385,27 @@ NOT_DENSE = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 @pytest.mark.parametrize("kind", NOT_DENSE)
 def test_only_dense_tensors_cross_a_boundary(engine, kind):
     fn, message = NOT_DENSE[kind]
-    with pytest.raises(
-        (TypeError, StageError), match=message if engine is eager or kind == "sparse" else "stage 1"
-    ):
-        engine(fn, (torch.ones(2, 2), torch.ones(2, 2)), name="stage 1")
+    said = message if engine is eager or kind == "sparse" else "stage 1"
+    with pytest.raises((TypeError, StageError), match=said):
+        engine(fn, SQUARES, name="stage 1")
     with pytest.raises(TypeError, match=message):
-        engine(lambda w, x: x @ w, (torch.ones(2, 2), fn(torch.ones(2, 2), torch.ones(2, 2))), name="stage 1")
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_nested_tensors_within_a_stage_are_for_the_eager_engine():
-    def fn(w, x):
-        return torch.nested.to_padded_tensor(torch.nested.nested_tensor([x, x[:1]]), 0.0)[0] @ w
-
-    example = (torch.ones(2, 2), torch.ones(2, 2))
-    with pytest.raises(StageError, match="is not known without values .* Instead: use the eager engine"):
-        graph(fn, example)
-    program = eager(fn, example)
-    y, residuals = program.forward(*example)
-    gw, _ = program.backward(residuals, torch.ones_like(y))
-    assert torch.equal(gw, torch.full((2, 2), 2.0))
-
-
-@pytest.fixture
-def table():
-    """A helper that keeps what it makes."""
-
-    @functools.lru_cache
-    def lower(n):
-        return torch.ones(n, n, dtype=torch.float64).tril()
-
-    return lower
-
-
-KEEPING = {
-    "cache": lambda table: lambda w, x: table(3) @ w * x.sum(),
-    "cache that is returned": lambda table: lambda w, x: table(3),
-}
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-@pytest.mark.parametrize("kind", KEEPING)
-def test_a_stage_that_reads_a_tensor_of_an_evaluation_that_is_over_is_refused(engine, kind, table, args):
-    message = (
-        r"^stage 2: it reads a tensor without values \(float64\[.,3\]\), .* Instead: recompute it in each"
-        r" call; if it is a cache"
-    )
-    with pytest.raises(StageError, match=message):
-        engine(KEEPING[kind](table), args, name="stage 2")
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-@pytest.mark.parametrize("read", [False, True])
-def test_a_stage_that_keeps_a_tensor_is_refused(engine, read, args):
-    """It has none without values to give, and no later step renews it."""
-    kept = {}
-
-    def fn(w, x):
-        kept.setdefault("y", []).append((x @ w).detach())
-        return kept["y"][0] if read else x @ w
-
-    with pytest.raises(StageError, match=r"stage 2: it leaves a tensor in kept\['y'\]\[0\], which no later"):
-        engine(fn, args, name="stage 2")
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_a_cache_left_by_an_evaluation_is_not_read_and_one_with_values_is(engine, table, args):
-    def fn(w, x):
-        return x @ w @ table(3)
-
-    def asks(w, x):
-        y = x @ w @ table(3)
-        return y if y.sum() > -99 else x
-
-    outline(fn, args)
-    for stage in (fn, asks, lambda w, x: table(3)):
-        with pytest.raises(
-            StageError,
-            match=r"stage 2.* it reads a tensor without values \(float64\[3,3\]\), left by an earlier",
-        ):
-            engine(stage, args, name="stage 2")
-    table.cache_clear()
-    with pytest.raises(StageError, match=r"stage 2.* it reads a tensor without values"):
-        engine(asks, args, name="stage 2")  # which fills the cache before it asks for a value
-    table.cache_clear()
-    want = fn(*args)
-    assert torch.equal(engine(fn, args).forward(*args)[0], want)
-
-
-@pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
-def test_a_program_that_runs_does_not_read_a_cache_without_values(engine, table, args):
-    def fn(w, x):
-        return x @ w @ table(3)
-
-    fn(*args)
-    program = engine(fn, args, name="stage 2")
-    table.cache_clear()
-    outline(fn, args)
-    with pytest.raises(StageError, match=r"stage 2: it reads a tensor without values \(float64\[3,3\]\)"):
-        program.forward(*args)
-
-
-def test_a_cycle_within_a_call_is_let_go_of(args):
-    def fn(w, x):
-        cycle = [x @ w]
-        cycle.append(cycle)
-        return cycle[0] * 2
-
-    for engine in ENGINES:
-        engine(fn, args)
-
-
-OWN = torch.Generator()
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_a_stage_hands_no_generator_to_an_operator(engine, args):
-    def made(w, x):
-        return x @ w + torch.rand(2, 3, generator=torch.Generator().manual_seed(3), dtype=x.dtype)
-
-    stages = (
-        lambda w, x: x @ w + torch.rand(2, 3, generator=OWN),
-        lambda w, x: x @ w * torch.empty(2, 3).normal_(generator=OWN) + float(x.sum()),
-        lambda w, x: x @ w + torch.rand(2, 3, generator=torch.default_generator),
-        made,
-    )
-    for fn in stages:
-        with pytest.raises(
-            StageError,
-            match=(
-                r"stage 2: it passes its own torch.Generator .*, called at .*test_refusals.py:\d+;.*"
-                " Instead: leave the generator out"
-            ),
-        ):
-            engine(fn, args, name="stage 2")
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_sparse_gradient_is_refused_by_name(engine):
-    embedding = torch.nn.Embedding(5, 2, sparse=True)
-    with pytest.raises(
-        StageError,
-        match=r"stage 2: the gradient of params\['weight'\] is a sparse_coo tensor.*leave out sparse=True",
-    ):
-        engine(
-            lambda p, x: torch.func.functional_call(embedding, p, (x,)),
-            (dict(embedding.named_parameters()), torch.arange(3)),
-            name="stage 2",
-        )
+        engine(lambda w, x: x @ w, (torch.ones(2, 2), fn(*SQUARES)), name="stage 1")
 
 
 def test_a_sparse_tensor_made_in_the_forward_is_not_kept_by_the_graph_engine(args):
     def fn(w, x):
         return (torch.sparse.mm((w > 0).to(w.dtype).to_sparse(), x.T @ x) @ w).sum(0)
 
-    w, x = (t.clone().requires_grad_() for t in args)
-    want = torch.autograd.grad(fn(w, x).sum(), (w, x))
-    with pytest.raises(
-        StageError,
-        match="stage 2: its backward needs a sparse tensor .* Instead: use graph.*full.*the functional",
-    ):
+    said = "stage 2: its backward needs a sparse tensor .* Instead: use graph.*full.*the functional"
+    with pytest.raises(StageError, match=said):
         graph(fn, args, name="stage 2")
     for engine in (graph(remat="full"), functional, eager):
-        y, residuals = (program := engine(fn, args)).forward(*args)
         torch.testing.assert_close(
-            program.backward(residuals, torch.ones_like(y)), want, rtol=1e-12, atol=1e-12
+            through(engine(fn, args), *args), by_autograd(fn, *args), rtol=1e-12, atol=1e-12
         )
 
 
@@ -548,100 +420,127 @@ def test_a_sparse_constant(engine, args):
     def fn(w, x):
         return torch.sparse.mm(sparse, w @ x.T) + sparse.to_dense() @ w @ x.T
 
-    w, x = (t.clone().requires_grad_() for t in args)
-    y, residuals = (program := engine(fn, args)).forward(*args)
-    want = torch.autograd.grad(fn(w, x).sum(), (w, x))
-    torch.testing.assert_close(program.backward(residuals, torch.ones_like(y)), want, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        through(engine(fn, args), *args), by_autograd(fn, *args), rtol=1e-12, atol=1e-12
+    )
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_refusal_for_values_says_where_they_were_asked_for(args):
-    def within(w, x):
-        return x @ w if torch.func.vmap(lambda a: a.sum())(x)[0] > -9 else x
-
-    def looking(w, x):
-        return w * x[x > 0].sum()
-
-    for fn, operator in [(within, "_local_scalar_dense.default"), (looking, "nonzero.default")]:
-        line = fn.__code__.co_firstlineno + 1
-        with pytest.raises(StageError, match=rf"\(operator aten.{operator}, called at {__file__}:{line}\)"):
-            graph(fn, args)
-    with pytest.raises(
-        StageError, match=rf"its operator aten.\S+, called at {__file__}:\d+, returns is not known"
-    ):
-        graph(
-            lambda w, x: torch.nested.to_padded_tensor(torch.nested.nested_tensor([x, x[:1]]), 0.0)[0] @ w,
-            args,
-        )
+# -- tensors of an evaluation that is over
 
 
-@pytest.mark.parametrize("engine", [functional, eager], ids=lambda e: e.__name__)
+@pytest.fixture
+def table():
+    """A helper that keeps what it makes."""
+
+    @functools.lru_cache
+    def lower(n):
+        return torch.ones(n, n, dtype=torch.float64).tril()
+
+    return lower
+
+
+STALE = r"stage 2.* it reads a tensor without values \(float64\[.,3\]\), "
+
+
+@every
+def test_a_cache_left_by_an_evaluation_is_not_read_and_one_with_values_is(engine, table, args):
+    def fn(w, x):
+        return x @ w @ table(3)
+
+    def asks(w, x):
+        y = x @ w @ table(3)
+        return y if y.sum() > -99 else x
+
+    for cleared in (True, False):
+        for stage in (fn, asks, lambda w, x: table(3), lambda w, x: table(3) @ w * x.sum()):
+            table.cache_clear()  # it is filled by the stage, or before
+            if not cleared:
+                outline(fn, args)
+            with pytest.raises(StageError, match=STALE):
+                engine(stage, args, name="stage 2")
+    table.cache_clear()
+    want = fn(*args)
+    program = engine(fn, args, name="stage 2")
+    assert torch.equal(program.forward(*args)[0], want)
+    if engine is not graph:
+        table.cache_clear()
+        outline(fn, args)
+        with pytest.raises(
+            StageError,
+            match=f"{STALE}left by an earlier.*Instead: recompute it in each call; if it is a cache",
+        ):
+            program.forward(*args)
+
+
+@every
+@pytest.mark.parametrize("read", [False, True])
+def test_a_stage_that_keeps_a_tensor_is_refused(engine, read, args):
+    """It has none without values to give, and no later step renews it."""
+    kept = {}
+
+    def fn(w, x):
+        kept.setdefault("y", []).append((x @ w).detach())
+        return kept["y"][0] if read else x @ w
+
+    with pytest.raises(StageError, match=r"stage 2: it leaves a tensor in kept\['y'\]\[0\], which no later"):
+        engine(fn, args, name="stage 2")
+
+
+@every
+def test_a_cycle_within_a_call_is_let_go_of(engine, args):
+    def fn(w, x):
+        cycle = [x @ w]
+        cycle.append(cycle)
+        return cycle[0] * 2
+
+    engine(fn, args)
+
+
+@running
 def test_a_stage_that_seeds_is_served_where_it_runs_and_refused_where_it_is_traced(engine):
     def fn(w, x):
         with torch.random.fork_rng():
             torch.manual_seed(3)
             return x @ w + torch.rand_like(x)
 
-    example = (torch.ones(2, 2), torch.ones(2, 2))
     before = torch.get_rng_state()
-    with pytest.raises(
-        StageError, match="it seeds the generator that it draws from.*Instead: use the functional engine"
-    ):
-        graph(fn, example)
-    program = engine(fn, example)
+    said = "it seeds the generator that it draws from.*Instead: use the functional engine"
+    with pytest.raises(StageError, match=said):
+        graph(fn, SQUARES)
+    program = engine(fn, SQUARES)
     assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(program.forward(*example)[0], fn(*example))
-
-
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
-def test_a_write_into_a_tensor_from_elsewhere_by_out_is_seen(engine):
-    kept = torch.zeros(2)
-
-    def fn(w, x):
-        torch.add(kept, x.detach().sum(0), out=kept)
-        return x @ w + kept
-
-    with pytest.raises(StageError, match="it is not pure: it writes into a tensor of shape"):
-        engine(fn, (torch.ones(2, 2), torch.ones(2, 2)))
-    assert torch.equal(kept, torch.zeros(2))
+    assert torch.equal(program.forward(*SQUARES)[0], fn(*SQUARES))
 
 
 def test_anomalies_are_looked_for_in_a_run_and_not_in_a_trace():
     with torch.autograd.set_detect_anomaly(True):
-        graph(lambda w, x: (x @ w).sin(), (torch.ones(2, 2), torch.ones(2, 2)))
+        graph(lambda w, x: (x @ w).sin(), SQUARES)
+
+
+# -- collectives
 
 
 @pytest.mark.parametrize("kept", ["as it is", "as a view"])
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_the_result_of_a_functional_collective_is_waited_for(kept, tmp_path):
-    import torch.distributed as dist
-    import torch.distributed._functional_collectives as collectives
+def test_the_result_of_a_functional_collective_is_waited_for(kept, group):
+    def fn(w, x):
+        y = all_gather(x @ w, 0, dist.group.WORLD)
+        aux = {"aux": collectives.all_reduce(x.detach(), "sum", dist.group.WORLD)}
+        return (y if kept == "as it is" else y.view(-1)), aux
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-
-        def fn(w, x):
-            y = all_gather(x @ w, 0, dist.group.WORLD)
-            return (y if kept == "as it is" else y.view(-1)), {
-                "aux": collectives.all_reduce(x.detach(), "sum", dist.group.WORLD)
-            }
-
-        args = torch.ones(2, 2), torch.ones(3, 2)
-        assert isinstance(fn(*args)[1]["aux"], collectives.AsyncCollectiveTensor)
-        program = eager(fn, args, has_aux=True)
-        (y, aux), residuals = program.forward(*args)
-        assert type(y) is type(aux["aux"]) is torch.Tensor
-        gw, _ = program.backward(residuals, torch.ones_like(y))
-        assert torch.equal(y.flatten(), torch.full((6,), 2.0)) and torch.equal(gw, torch.full((2, 2), 3.0))
-    finally:
-        dist.destroy_process_group()
+    args = torch.ones(2, 2), torch.ones(3, 2)
+    assert isinstance(fn(*args)[1]["aux"], collectives.AsyncCollectiveTensor)
+    program = eager(fn, args, has_aux=True)
+    (y, aux), residuals = program.forward(*args)
+    assert type(y) is type(aux["aux"]) is torch.Tensor
+    gw, _ = program.backward(residuals, torch.ones_like(y))
+    assert torch.equal(y.flatten(), torch.full((6,), 2.0)) and torch.equal(gw, torch.full((2, 2), 3.0))
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda e: e.__name__)
+@every
 @pytest.mark.parametrize("name", ["scatter", "gather"])
-def test_a_collective_that_one_rank_calls_otherwise_is_refused_on_all(name, engine, tmp_path):
+def test_a_collective_that_one_rank_calls_otherwise_is_refused_on_all(name, engine, group):
     """torch.func refuses lists of tensors: the rank that has one failed, and those that wait for it hung."""
-    import torch.distributed as dist
 
     def fn(w, x):
         part = torch.zeros_like(x)
@@ -651,42 +550,6 @@ def test_a_collective_that_one_rank_calls_otherwise_is_refused_on_all(name, engi
             dist.gather(x.detach(), [part], dst=0)
         return x @ w + part
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        with pytest.raises(
-            StageError,
-            match=rf"c10d.{name}_.default, called at {__file__}:\d+, in which one rank.*use ppfunc",
-        ):
-            engine(fn, (torch.ones(2, 2), torch.ones(2, 2)), name="stage 3")
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "words"),
-    [
-        ((torch.matmul,), {}, "matmul.*and no example"),
-        ((), {"example": (torch.ones(1), torch.ones(1))}, "missing .* argument 'fn'"),
-        ((), {"has_aux": True}, "missing .* argument 'fn' and 'example'"),
-        ((), {"name": "first"}, "missing .* argument 'fn' and 'example'"),
-        ((), {"device": "cpu", "remat": "full"}, "missing .* argument 'fn' and 'example'"),
-    ],
-)
-def test_options_of_a_call_are_not_taken_for_those_of_an_engine(args, options, words):
-    with pytest.raises(TypeError, match=words):
-        graph(*args, **options)
-
-
-def test_an_extra_for_a_stage_that_takes_none_says_what_to_leave_out():
-    mend = "takes 2 positional .* extra 0 = .* leave it out of extras= and state= of the step"
-    with pytest.raises(StageError, match=mend):
-        outline(lambda w, x: w * x, (torch.ones(2), torch.ones(2), torch.ones(2)))
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_a_prototype_that_maps_is_refused_with_what_to_write(engine):
-    def stage(w, x):
-        return torch._higher_order_ops.map(lambda row: row * w, x)
-
-    with pytest.raises(StageError, match=r"the higher-order operator map .*; write torch\.func\.vmap\(f\)"):
-        engine(stage, (torch.ones(2), torch.ones(3, 2)))
+    said = rf"c10d.{name}_.default, called at {__file__}:\d+, in which one rank.*use ppfunc"
+    with pytest.raises(StageError, match=said):
+        engine(fn, SQUARES, name="stage 3")
