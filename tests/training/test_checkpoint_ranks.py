@@ -239,15 +239,6 @@ def test_a_checkpoint_loads_on_any_grid(four, tmp_path):
     assert same(stored(tmp_path / "here"), before)
 
 
-def test_another_schedule_goes_on_with_the_same_bits(four, tmp_path):
-    """F before B or alternating, the gradients of a stage are added up in one order."""
-    grid = {"sizes": (2, 2), "data": 2}
-    one = four(train_a_while, str(tmp_path / "one"), grid, 0, 4)[0]
-    four(train_a_while, str(tmp_path / "two"), grid, 0, 2)
-    two = four(train_a_while, str(tmp_path / "two"), {**grid, "build": pp.gpipe}, 2, 4)[0]
-    assert one[2:] == two and same(stored(tmp_path / "one"), stored(tmp_path / "two"))
-
-
 def save_while_training(rank, size, root):
     with (job := Job((2, 2), data=2, donate=True)).trainer:
         savings = []

@@ -79,27 +79,6 @@ def test_a_rate_that_changes_on_one_rank_is_told(two):
     assert two(a_rate_that_drifts) == [True, True]
 
 
-def every(rank, size, shard):
-    """A change below the library, which nothing counts, is found by the checksums."""
-    found = []
-    with trainer_over(size, pp.optim.sgd(0.1), checksum_every=3, shard=shard) as trainer:
-        state = trainer.init({0: {"w": normal(WIDTH, WIDTH)}})
-        for n in range(7):
-            if n == 4 and rank:
-                torch.from_numpy(state.params[0]["w"].numpy())[0, 0] += 1e-9
-            try:
-                state = stepped(trainer, state, n)
-                found.append("ran")
-            except pp.AgreementError as error:
-                found.append("the parameters of stage 0 with the checksum" in str(error))
-    return found
-
-
-def test_checksums_are_compared_every_so_many_steps(two):
-    for found in two(every, "none"):
-        assert found == ["ran"] * 6 + [True]
-
-
 def harmless(rank, size, shard):
     """Count the comparisons of states: one before the first step, then of others alone."""
     counted, own = [], pp.training.update.state.start_facts
@@ -184,16 +163,3 @@ def test_a_leaf_of_the_last_step_that_was_resized_is_told():
         ):
             stepped(trainer, state, 1)
         stepped(trainer, kept, 1)
-
-
-@pytest.mark.parametrize("donate", [False, True])
-def test_a_leaf_of_the_last_step_may_get_other_memory(donate):
-    with pp.Trainer([dense], squared, pp.gpipe(1, 2), pp.optim.adamw(0.1, donate=donate)) as trainer:
-        state = stepped(trainer, trainer.init({0: {"w": normal(WIDTH, WIDTH)}}), 0)
-        other = tree_map(torch.clone, state)
-        mean = normal(WIDTH, WIDTH, seed=5)
-        state.optimizer[0]["mean"]["w"].data = mean.T
-        other.optimizer[0]["mean"]["w"].copy_(mean.T)
-        assert torch.equal(
-            stepped(trainer, state, 1).params[0]["w"], stepped(trainer, other, 1).params[0]["w"]
-        )

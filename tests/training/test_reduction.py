@@ -5,7 +5,6 @@ reads.
 from __future__ import annotations
 
 import time
-import traceback
 from functools import partial
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
 from ppfunc.schedule import Op
-from ppfunc.stage._torch import TorchDispatchMode
 from ppfunc.stage.engines.tracing import cut
 from ppfunc.stage.tree import tree_leaves, tree_map
 from tests import models
 from tests.models import affine, new_trainer, same_bits, squared
+from tests.training.world import Reads
 
 WIDTH, ROWS, MICROBATCHES = 6, 16, 4
 AXES = pp.Axes("pp", "dp")
@@ -127,33 +126,6 @@ def test_a_stage_without_parameters_has_nothing_to_sum(two):
     two(emptied)
 
 
-class HostReads(TorchDispatchMode):
-    """Notes the operators that give the host a value of a tensor, where they are called from modules of a
-    folder.
-    """
-
-    def __init__(self, folder):
-        super().__init__()
-        self.found, self.seen, self.inside = [], 0, folder
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += 1
-        if func.overloadpacket.__name__ in (
-            "_local_scalar_dense",
-            "equal",
-            "is_nonzero",
-            "nonzero",
-            "item",
-            "masked_select",
-        ):
-            self.found += [
-                f"{func} at {frame.filename}:{frame.lineno}"
-                for frame in traceback.extract_stack()
-                if self.inside in frame.filename
-            ]
-        return func(*args, **kwargs or {})
-
-
 def unread(rank, size, shard):
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     params, x, y = problem(1)
@@ -168,7 +140,7 @@ def unread(rank, size, shard):
         [affine], squared, pp.gpipe(1, MICROBATCHES), optimizer, mesh, axes=AXES, **options
     ) as trainer:
         state, _ = trainer.step(trainer.init(params), x, y)
-        with HostReads(str(Path(pp.__file__).parent / "training")) as reads:
+        with Reads(str(Path(pp.__file__).parent / "training")) as reads:
             trainer.step(state, x, y)
     return reads.found, reads.seen > 50
 

@@ -1,6 +1,9 @@
-"""Collectives among all processes of a test."""
+"""Collectives among all processes of a test, and what the host reads."""
+
+import traceback
 
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage.signature import differentiable
@@ -20,3 +23,19 @@ class World(Collective):
     def __init__(self):
         super().__init__(dist.get_world_size(), dist.get_rank())
         self.group = dist.group.WORLD
+
+
+class Reads(TorchDispatchMode):
+    """Notes the operators that give the host a value of a tensor, where modules of a folder call them."""
+
+    def __init__(self, folder=""):
+        super().__init__()
+        self.found, self.seen, self.inside = [], 0, folder
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += 1
+        reads = "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "item", "masked_select"
+        frames = traceback.extract_stack() if func.overloadpacket.__name__ in reads else []
+        if any(self.inside in frame.filename for frame in frames):
+            self.found.append(func)
+        return func(*args, **kwargs or {})

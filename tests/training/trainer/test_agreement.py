@@ -72,26 +72,6 @@ def test_parts_of_a_stage_run_the_same_batch(four):
     four(disagreeing)
 
 
-def clipped_differently(rank, size):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stages, params, x, y = problem(2)
-    pipe, axes = mesh.get_local_rank("pp"), pp.Axes("pp", "dp")
-    with (
-        new_trainer(
-            stages, squared, pp.one_f_one_b(2, 4), pp.optim.sgd(1e-2), mesh, axes=axes, clip=1.0 + (rank == 3)
-        ) as trainer,
-        pytest.raises(
-            pp.AgreementError,
-            match=r"rank \d has clip_by_global_norm\(2.0, 2.0\), rank 0 has clip_by_global_norm\(1.0, 2.0\);",
-        ),
-    ):
-        trainer.step(trainer.init({pipe: params[pipe]}), x, y)
-
-
-def test_all_ranks_train_in_one_way(four):
-    four(clipped_differently)
-
-
 def calls_apart(rank, size, kind):
     """Data ranks that call for other steps; or gradients of which those of one stage alone are no numbers."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))

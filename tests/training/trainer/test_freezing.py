@@ -360,25 +360,6 @@ def test_frozen_leaves_are_not_summed_and_have_no_moments(two, shard, gathered):
     assert two(counting, shard) == [(trained + gathered + common, kept)] * 2
 
 
-def test_frozen_leaves_have_no_masters():
-    precision = pp.Precision(compute=torch.bfloat16, master=torch.float32)
-    options = {"precision": precision, "trainable": {0: ONLY}}
-    trainer = new_trainer(
-        [adapted],
-        squared,
-        pp.gpipe(1, 2),
-        pp.optim.adamw(0.1, mask=lambda p: {n: t.ndim > 1 for n, t in p.items()}),
-        **options,
-    )
-    given = adapters(torch.bfloat16)
-    state = trainer.init({0: given})
-    assert [state.params[0][name].dtype for name in ("w", "a", "b")] == [torch.bfloat16, *[torch.float32] * 2]
-    assert state.optimizer[0]["mean"]["w"] is None
-    after, _ = trainer.step(state, normal(4, BASE).float(), normal(4, BASE).bfloat16())
-    assert after.params[0]["w"].data_ptr() == state.params[0]["w"].data_ptr()
-    assert not torch.equal(after.params[0]["a"], state.params[0]["a"])
-
-
 def test_a_state_of_other_frozen_leaves_is_told():
     trainers = [
         new_trainer([adapted], squared, pp.gpipe(1, 2), pp.optim.adamw(0.1), trainable=mask)

@@ -130,22 +130,6 @@ def test_each_step_updates_the_parameters_of_the_step_before():
     assert len(set(seen)) == 4  # every update was of new parameters
 
 
-def test_an_overflow_is_skipped_and_the_scale_falls():
-    stages, params, x, y = problem()
-    bad = x.clone()
-    bad[0] = math.inf
-    with new_trainer(
-        stages, squared, pp.zb_h1(4, 4), pp.optim.adamw(1e-2), scale=pp.dynamic_scale(init=4.0)
-    ) as trainer:
-        first = trainer.init(params)
-        state, metrics = trainer.step(first, bad, y)
-        assert (metrics.skipped, metrics.scale, state.scale["scale"], state.step) == (1, 4, 2, 0)
-        assert same_bits((state.params, state.optimizer), (first.params, first.optimizer))
-        state, metrics = trainer.step(state, x, y)
-        assert (metrics.skipped, metrics.scale, state.step) == (0, 2, 1)
-        assert metrics.grad_norm.isfinite()
-
-
 def test_a_donated_state_has_the_same_bits_also_where_a_step_is_skipped():
     stages, params, x, y = problem()
     found = []
@@ -291,22 +275,6 @@ def test_the_first_step_alone_traces(monkeypatch):
     assert counts[0] and counts == counts[:1] * 3
 
 
-def test_what_is_not_finite_raises_or_is_ignored_where_asked():
-    stages, params, x, y = problem()
-    bad = x / 0
-    with (
-        pp.Trainer(stages, squared, pp.zb_h1(4, 4), pp.optim.sgd(1e-2), on_nonfinite="raise") as trainer,
-        pytest.raises(
-            pp.PipelineError, match=r"FloatingPointError: the loss is nan, the norm of the gradients nan"
-        ),
-    ):
-        trainer.step(trainer.init(params), bad, y)
-    with pp.Trainer(stages, squared, pp.zb_h1(4, 4), pp.optim.sgd(1e-2), on_nonfinite="ignore") as trainer:
-        state, metrics = trainer.step(trainer.init(params), bad, y)
-    assert metrics.skipped == 0
-    assert state.params[0]["w"].isnan().any()
-
-
 def test_an_error_says_in_which_step_it_arose():
     """Each step numbers its microbatches from 0."""
     stages, params, x, y = problem()
@@ -352,25 +320,6 @@ def test_losses_weigh_as_their_weights_whatever_their_sum():
         assert torch.allclose(state.params[s]["w"], twice.params[s]["w"], rtol=TOLERANCE)
 
 
-def test_masters_are_wide_and_stages_compute_narrow():
-    _, params, x, y = problem()
-    seen = set()
-
-    def stage(p, x):
-        seen.add((p["w"].dtype, x.dtype))
-        return torch.tanh(x @ p["w"])
-
-    precision = pp.Precision(compute=torch.bfloat16, reduce=torch.float32, master=torch.float32)
-    loss = lambda out, target: squared(out.float(), target.float())  # noqa: E731
-    with pp.Trainer(
-        [stage] * 4, loss, pp.one_f_one_b(4, 4), pp.optim.adamw(1e-2), precision=precision
-    ) as trainer:
-        state, found = train(trainer, params, x, y)
-    assert seen == {(torch.bfloat16, torch.bfloat16)}
-    assert {t.dtype for t in tree_leaves(state.params)} == {torch.float32}
-    assert found[-1][0] < found[0][0]
-
-
 def test_parameters_are_cast_once_for_every_update(monkeypatch):
     """And those of earlier updates are let go: a pass computes with the first copies or with those of the
     last update.
@@ -403,25 +352,6 @@ def test_parameters_are_cast_once_for_every_update(monkeypatch):
     assert max(alive) <= 3 * 4
 
 
-def test_leaves_without_gradients_and_of_odd_shapes_stay_or_train():
-    def stage(p, x):
-        return (x @ p["w"]) * p["s"] + p["row"] + p["z"].real.sum() + p["empty"].sum() + p["n"]
-
-    odd = {
-        "w": normal(WIDTH, WIDTH), "s": torch.tensor(1.5, dtype=torch.float64), "row": normal(1, WIDTH),
-        "z": torch.complex(normal(3), normal(3)).cfloat(), "empty": torch.zeros(0, 3, dtype=torch.float64), "n": torch.tensor(2),  # noqa: E501
-    }  # fmt: skip
-    x, y = normal(ROWS, WIDTH), normal(ROWS, WIDTH)
-    for clip in (None, 0.1):
-        with new_trainer(
-            [stage] * 2, squared, pp.one_f_one_b(2, 4), pp.optim.adamw(1e-2), clip=clip
-        ) as trainer:
-            state, _ = train(trainer, {s: copy_of(odd) for s in (0, 1)}, x, y)
-        assert state.params[0]["n"] == 2
-        assert not torch.equal(state.params[0]["z"], odd["z"])
-        assert not torch.equal(state.params[0]["s"], odd["s"])
-
-
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.float8_e4m3fnuz])
 def test_dtypes_that_no_checkpoint_holds_are_refused(dtype):
     """They were trained, and refused at the first save."""
@@ -429,22 +359,6 @@ def test_dtypes_that_no_checkpoint_holds_are_refused(dtype):
     params = {0: {"w": normal(WIDTH, WIDTH), "own": torch.zeros(2).to(dtype)}}
     with pytest.raises(TypeError, match=r"params\[0\]\['own'\] has the dtype .*, which no checkpoint holds"):
         trainer.init(params)
-
-
-def test_two_clippings_and_a_strange_state_are_refused():
-    stages, params, x, y = problem()
-    clipping = pp.optim.chain(pp.optim.clip_by_global_norm(0.1), pp.optim.adamw(1e-2))
-    with pytest.raises(ValueError, match="optimizer: got chain.*, which clips already"):
-        pp.optim.chain(pp.optim.clip_by_global_norm(1.0), clipping)
-    with pp.Trainer(stages, squared, pp.one_f_one_b(4, 4), clipping) as trainer:
-        state, found = train(trainer, params, x, y)
-        with pytest.raises(TypeError, match="state: got an object of type .*, expected a TrainState"):
-            trainer.step(params, x, y)
-    wanted = train(
-        new_trainer(stages, squared, pp.one_f_one_b(4, 4), pp.optim.adamw(1e-2), clip=0.1), params, x, y
-    )
-    assert found == wanted[1]
-    assert same_bits(state.params, wanted[0].params)
 
 
 @pytest.mark.parametrize(
