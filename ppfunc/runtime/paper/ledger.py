@@ -188,7 +188,7 @@ class _Storage:
     kinds: list[tuple[int, str]]
 
     def settle(self, kind: str) -> str:
-        """Set the kind of a storage that has none yet, for all its life; return the kind before."""
+        """Set the kind of a storage that nothing keeps yet, for all its life; return the kind before."""
         start, now = self.kinds[-1]
         if now in _WITHIN:
             self.kinds[-1] = start, kind
