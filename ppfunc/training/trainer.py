@@ -190,7 +190,8 @@ class Trainer:
             stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied)
             frozen = FrozenLeaves(stages, trainable)
             states = StateRule.of(reduce_state, update_state)
-            rule = UpdateRule.of(optimizer, precision or Precision(), on_nonfinite, frozen, states)
+            precision = Precision() if precision is None else precision
+            rule = UpdateRule.of(optimizer, precision, on_nonfinite, frozen, states)
             shard, reduce = self.transport.shard, rule.precision.reduce
             axes = "" if self.transport.mesh is None else f"; {self.transport.axes}"
             spec = StepSpec(

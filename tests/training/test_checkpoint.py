@@ -1044,12 +1044,26 @@ def test_an_export_of_something_else_is_refused(tmp_path):
         pp.checkpoint.export(tmp_path, {}, most=0)
 
 
-def test_names_of_another_kind_are_refused(runs):
-    with pytest.raises(
-        TypeError,
-        match="names: got 5 of type int, expected a split, .*leaf: name in the model.*, or a function",
-    ):
-        pp.checkpoint.save(runs, {"params": {0: {"w": torch.ones(2)}}}, step=1, names=5)
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda runs: pp.checkpoint.save(None, {}), "folder: got None of type NoneType, expected a path"),
+        (lambda runs: pp.checkpoint.load(3, {}), "folder: got 3 of type int, expected a path"),
+        (lambda runs: pp.checkpoint.from_dcp(None, {}), "folder: got None of type NoneType, expected a path"),
+        (lambda runs: pp.checkpoint.latest(None), "folder: got None of type NoneType, expected a path"),
+        (
+            lambda runs: pp.checkpoint.load(runs, {}, partial=["step"]),
+            r"partial: got \['step'\] of type list, expected patterns in one text, such as",
+        ),
+        (
+            lambda runs: pp.checkpoint.save(runs, {"w": torch.ones(2)}, step=1, names=5),
+            "names: got 5 of type int, expected a split, .*leaf: name in the model.*, or a function",
+        ),
+    ],
+)
+def test_arguments_of_another_kind_are_refused(runs, call, match):
+    with pytest.raises(TypeError, match=match):
+        call(runs)
 
 
 def test_tensors_are_made_elsewhere_by_default(tmp_path):

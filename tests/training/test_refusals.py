@@ -57,6 +57,7 @@ def trainer_of(optimizer=None, stages=None, schedule=None, loss=squared, **optio
             "scale: got 1024.0 of type float.* write ppfunc.static_scale",
         ),
         ({"precision": torch.bfloat16}, TypeError, "precision: got torch.bfloat16 .*, expected Precision"),
+        ({"precision": {}}, TypeError, "precision: got {} of type dict, expected Precision"),
         (
             {"scale": pp.dynamic_scale(), "on_nonfinite": "raise"},
             ValueError,
@@ -209,6 +210,7 @@ def test_states_of_others_are_named():
         "shape": state._replace(params={0: {"w": normal(WIDTH, 2)}, 1: params[1]}),
         "stage state": state._replace(stage_state={0: Running(normal(1))}),
         "no scale": state._replace(scale=None),
+        "no stage state": state._replace(stage_state=None),
         "number": state._replace(params={0: {"w": 1.5}, 1: params[1]}),
     }
     wanted = {
@@ -222,6 +224,7 @@ def test_states_of_others_are_named():
         "shape": r"\[4,2\]|4x2|must match|cannot|shape",
         "stage state": "takes 2 positional arguments but 3 were given",
         "no scale": "state.scale: got None, the scale of this trainer has none",
+        "no stage state": "state.stage_state: got None of type NoneType, expected a dictionary",
         "number": r"state.params\[0\]\['w'\]: got 1.5 of type float, expected a tensor",
     }
     for name, other in others.items():

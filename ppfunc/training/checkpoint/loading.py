@@ -78,8 +78,7 @@ def load(
         ValueError: names, shapes or dtypes of ``like`` are not those of the checkpoint; it is of another run;
             a pattern of ``partial`` that no missing name matches; an optimizer of which it takes a part.
     """
-    require_type("folder", folder, str | PathLike, "a path; where there is no checkpoint, latest() is None")
-    root = Path(folder).absolute()
+    root = _path(folder).absolute()
 
     def find() -> list[Path]:
         if not root.is_dir():
@@ -124,7 +123,7 @@ def from_dcp(
     ...     from_dcp(folder, {"h.0.weight": torch.zeros(2)})
     {'h.0.weight': tensor([1., 1.])}
     """
-    root = Path(folder).absolute()
+    root = _path(folder).absolute()
     return _load(root, like, names, group, None, partial, lambda: [root], open_dcp)
 
 
@@ -142,7 +141,12 @@ def latest(folder: str | Path) -> Path | None:
     Raises:
         CheckpointError: all checkpoints are damaged, or cannot be read.
     """
-    return _first_good(checkpoints(Path(folder)), lambda path: verify(path) and path, folder)
+    return _first_good(checkpoints(_path(folder)), lambda path: verify(path) and path, folder)
+
+
+def _path(folder: Any) -> Path:
+    require_type("folder", folder, str | PathLike, "a path; where there is no checkpoint, latest() is None")
+    return Path(folder)
 
 
 def _first_good(paths: Iterable[Path], read: Callable[[Path], T], folder: object) -> T | None:
@@ -191,6 +195,7 @@ def _load(
         find: function that lists the folders to try on the first rank, the latest first.
         opener: function that finds the contents of a folder, and the way to read its tensors.
     """
+    require_type("partial", partial, str | None, 'patterns in one text, such as "optimizer.*|step"')
     found: list[Any] = []
 
     def look() -> tuple[dict[str, str], list[str]]:

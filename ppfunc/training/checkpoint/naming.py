@@ -7,13 +7,14 @@ import optree
 import torch
 from optree import PyTreeAccessor, PyTreeSpec
 
-from ppfunc._checks import limited, shown
+from ppfunc._checks import limited, require_type
 from ppfunc.splitter import Split
 from ppfunc.stage.tree import tree_flatten
 
 from ..update.state import TrainState
 
-Names = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str] | None
+_Known = Split | Mapping[int, Mapping[str, str]] | Callable[[int, str], str]
+Names = _Known | None
 """From a stage and the name of a leaf in it to the name in the model; a split has those of its model."""
 
 Leaf = torch.Tensor | bool | int | float | str
@@ -40,6 +41,8 @@ def named_leaves(tree: Any, names: Names, what: str) -> tuple[list[tuple[str, Le
     >>> named_leaves({"a": torch.zeros(1), 0: [1, 2.0]}, None, "state")[0]
     [('a', tensor([0.])), ('0.0', 1), ('0.1', 2.0)]
     """
+    known = "a split, {stage: {leaf: name in the model}}, or a function of both"
+    require_type("names", names, Mapping | Split | Callable | None, known)
     leaves, treedef = tree_flatten(tree, what)
     accessors = optree.treespec_accessors(treedef)
     parameters = _parameters(accessors)
@@ -80,19 +83,14 @@ def _name(accessor: PyTreeAccessor, parameters: Mapping[int, set[Path]], names: 
     return _joined((*before, _model_name(names, stage, _joined(rest))))
 
 
-def _model_name(names: Names, stage: int, leaf: str) -> str:
+def _model_name(names: _Known, stage: int, leaf: str) -> str:
     name: Any
     if isinstance(names, Mapping):
         name = names.get(stage, {}).get(leaf)
     elif isinstance(names, Split):
         name = leaf if leaf in {**names.params.get(stage, {}), **names.state.get(stage, {})} else None
-    elif callable(names):
-        name = names(stage, leaf)
     else:
-        raise TypeError(
-            f"names: got {shown(names)}, expected a split, {{stage: {{leaf: name in the model}}}}, or a"
-            " function of both"
-        )
+        name = names(stage, leaf)
     if not isinstance(name, str):
         raise ValueError(
             f"names: got {name!r} for {leaf!r} of stage {stage}, expected the model's name of it"

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ppfunc._checks import require_counts
 from ppfunc.runtime.lowering.comparison import checksum
 from ppfunc.runtime.lowering.ties import OTHER_VALUES
-from ppfunc.runtime.values.arguments import Form, form_of, has_form, leaves_like, require_trees
+from ppfunc.runtime.values.arguments import Form, by_stage, form_of, has_form, leaves_like, require_trees
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local
 from ppfunc.stage.signature import Signature, leaf_number
@@ -81,8 +81,8 @@ class Metrics(NamedTuple):
         stage_norms: norms of the gradients of every stage of the model, float64[stages]; None unless asked
             for.
         leaf_norms: norms of the gradient of every parameter of this process that trains, whole over all
-            ranks: float64[] by stage and name, 0 where a tied parameter has its first place elsewhere; None
-            unless asked for.
+            ranks: float64[] by stage and name, 0 where a tied parameter has its first place elsewhere, or the
+            first replica of a stage is on another rank; None unless asked for.
     """
 
     loss: Tensor
@@ -298,6 +298,7 @@ def _require_parts(state: TrainState, stages: Sequence[int], scale: Set[str], da
         )
     require_trees("state.params", state.params, stages)
     require_trees("state.optimizer", state.optimizer, stages)
+    by_stage(state.stage_state, "state.stage_state")
     given = state.scale if isinstance(state.scale, Mapping) else [state.scale]
     if set(given) != scale:
         got, expected = (", ".join(map(repr, keys)) or "none" for keys in (given, sorted(scale)))
