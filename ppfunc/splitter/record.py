@@ -50,7 +50,7 @@ from ppfunc.stage.engines.tracing.graph import (
     is_element,
     named_arguments,
 )
-from ppfunc.stage.errors import CALLS_MODULE, place_of_call, warn
+from ppfunc.stage.errors import CALLS_MODULE, warn
 from ppfunc.stage.operators import draws, flops_of, tensors_in, written
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import filled, tree_flatten
@@ -58,7 +58,6 @@ from ppfunc.stage.tree import filled, tree_flatten
 aten = torch.ops.aten
 MODEL = "the model"
 BY_HAND = "write this part as a stage by hand, see ppfunc.stage.stage_from_module"
-_ENTRY = str(Path(__file__).with_name("trace.py"))
 
 
 class Value(NamedTuple):
@@ -93,15 +92,14 @@ class Region(NamedTuple):
 
 
 @contextmanager
-def within(region: Region, ambient: Region | None = None) -> Iterator[None]:
+def within(region: Region, ambient: Region) -> Iterator[None]:
     """Call operators in a region. Where it equals the ambient one, nothing is switched."""
+    wanted, around = dict(region.autocast), dict(ambient.autocast)
     with ExitStack() as stack:
-        if ambient is None or region.grad != ambient.grad:
+        if region.grad != ambient.grad:
             stack.enter_context(torch.set_grad_enabled(region.grad))
-        wanted, around = dict(region.autocast), dict(ambient.autocast) if ambient is not None else {}
         for kind in kinds():
-            dtype = wanted.get(kind)
-            if ambient is None or dtype != around.get(kind):
+            if (dtype := wanted.get(kind)) != around.get(kind):
                 stack.enter_context(torch.autocast(kind, dtype, enabled=dtype is not None))
         yield
 
@@ -125,7 +123,7 @@ class Recording(GraphRecorder, PreDispatchMode):
     """
 
     def __init__(self, mapped: bool, forwards: Iterable[Any] = ()) -> None:
-        super().__init__(MODEL, _ENTRY, BY_HAND)
+        super().__init__(MODEL, str(Path(__file__).with_name("trace.py")), BY_HAND)
         self.mapped = mapped
         self.operators = 0
         self.starts: dict[int, int] = {}
@@ -152,7 +150,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             name = type(history).__name__.removesuffix("Backward")
             raise StageError(
                 MODEL,
-                f"its autograd.Function {name} is called by a reference taken earlier{calling_place()}, so"
+                f"its autograd.Function {name} is called by a reference taken earlier{self.called_at()}, so"
                 " that its backward is not seen",
                 f"write {name}.apply where it is called",
             )
@@ -178,7 +176,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         if others := {type(t).__name__ for t in tensors if type(t) not in TRACED and not is_dtensor(t)}:
             raise StageError(
                 MODEL,
-                f"it computes with tensors of the types {', '.join(sorted(others))}{calling_place()}, which"
+                f"it computes with tensors of the types {', '.join(sorted(others))}{self.called_at()}, which"
                 " are not traced",
                 BY_HAND,
             )
@@ -230,7 +228,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             raise StageError(
                 MODEL,
                 f"its autograd.Function {cls.__name__} writes into its arguments, or returns"
-                f" one{calling_place()}",
+                f" one{self.called_at()}",
                 "return new tensors, or a clone",
             )
         node = self.add(call, nodes, {}, result, f"v_{cls.__name__}")
@@ -257,7 +255,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             raise StageError(
                 MODEL,
                 f"it reads a tensor of shape {tuple(tensor.shape)} that no operator seen here has"
-                f" made{calling_place()}",
+                f" made{self.called_at()}",
                 f"take detach() for .data, torch.func.grad for torch.autograd.grad, or {BY_HAND}",
             )
         super()._require_constant(tensor)
@@ -265,7 +263,7 @@ class Recording(GraphRecorder, PreDispatchMode):
             raise StageError(
                 MODEL,
                 f"it reads a tensor of shape {tuple(tensor.shape)} that requires a gradient and is no"
-                f" parameter{calling_place()}",
+                f" parameter{self.called_at()}",
                 "register it as a parameter of the module, or detach it",
             )
 
@@ -298,7 +296,7 @@ class Recording(GraphRecorder, PreDispatchMode):
     def _note_modules(self) -> None:
         """Note the modules whose calls run now, before their first operator."""
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename != _ENTRY:
+        while frame.f_back is not None and frame.f_code.co_filename != self.entry:
             if frame.f_code in self._calls:
                 self.starts.setdefault(id(frame.f_locals.get("self")), self.operators)
             frame = frame.f_back
@@ -358,11 +356,6 @@ class _Below(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.recording.call(func, args, kwargs or {})
-
-
-def calling_place() -> str:
-    """Return the innermost line of the model, as ``", called at file:line"``; empty if unknown."""
-    return place_of_call(_ENTRY)
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
@@ -484,9 +477,11 @@ def changed(recording: Recording) -> Iterator[None]:
         return recording.call_function(bound, cls, args, kwargs) if recording.here else bound(*args, **kwargs)
 
     def refuse(what: str, mend: str, *_: Any, **__: Any) -> Any:
-        raise StageError(MODEL, f"it {what}{calling_place()}, which is not traced", f"{mend}, or {BY_HAND}")
+        raise StageError(
+            MODEL, f"it {what}{recording.called_at()}, which is not traced", f"{mend}, or {BY_HAND}"
+        )
 
-    with ExitStack() as stack:
+    with _AssignedAttributes(recording.called_at), ExitStack() as stack:
         stack.enter_context(_replaced(Function, "apply", apply))
         stack.enter_context(_replaced(torch, check_values.__name__, lambda *_, **__: None))
         for owner, name, what, mend in _UNSEEN:
@@ -498,18 +493,22 @@ def changed(recording: Recording) -> Iterator[None]:
         yield
 
 
-class AssignedAttributes(TorchFunctionMode):
+class _AssignedAttributes(TorchFunctionMode):
     """Sees assignments to attributes of tensors, which are no operators.
 
     ``requires_grad`` may be asked of a value that has a gradient, such as a view of an input, where torch
     takes leaves alone; ``data`` is refused.
     """
 
+    def __init__(self, called_at: Callable[[], str]) -> None:
+        super().__init__()
+        self._called_at = called_at
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == ASSIGNS_DATA:
             raise StageError(
                 MODEL,
-                f"it assigns to the data of a tensor{calling_place()}, which is not traced",
+                f"it assigns to the data of a tensor{self._called_at()}, which is not traced",
                 f"make a new tensor, or {BY_HAND}",
             )
         known = func == SETS_REQUIRES_GRAD and args[1] and args[0].grad_fn is not None

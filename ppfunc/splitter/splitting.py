@@ -14,7 +14,7 @@ from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage.modules import is_subclass, require_usable
 
 from .call import CallForm, Constants, LeafForm
-from .source import Source
+from .cut import Source
 from .trace import PIPE_SPLIT, Tensors, Trace, trace
 from .value import Split, make_stage
 from .weights import overlapping
@@ -113,8 +113,7 @@ def split(
     traces = [trace(model, form, leaves, device) for form, leaves in zip(forms, inputs, strict=True)]
     if not isinstance(at, Sequence):
         names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), at)
-    source = Source(model, forms, names, known)
-    source.hold([*zip(inputs, traces, strict=True)], device, state)
+    source = Source(model, names, known, [*zip(forms, inputs, traces, strict=True)], device, state)
     model_tensors = Tensors.of(model)
     values = {name: t.detach() for name, t in (*model_tensors.params.items(), *model_tensors.buffers.items())}
     places = {

@@ -38,7 +38,6 @@ from .call import CallForm, LeafForm
 from .record import (
     BY_HAND,
     MODEL,
-    AssignedAttributes,
     Recording,
     caches_emptied,
     changed,
@@ -150,7 +149,7 @@ def _trace(
         nodes = {name: recording.place(t, "v_" + re.sub(r"\W", "_", name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(input_tensors))
         tensors_by_name = fakes | {place: fakes[name] for place, name in tensors.places.items()}
-        with unmodified(model), AssignedAttributes(), changed(recording), in_python():
+        with unmodified(model), changed(recording), in_python():
             arguments = without_constants(form.arguments(input_tensors))
             named = {node.name: name for node, name in zip(input_nodes, form.names(model), strict=True)}
             result = _call(model, tensors_by_name, arguments, recording, device, named)

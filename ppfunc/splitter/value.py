@@ -24,7 +24,7 @@ from ppfunc.stage.tree import tree_map
 from .call import LeafForm, read_call
 
 if TYPE_CHECKING:
-    from .source import Source
+    from .cut import Source
 
 Params = Mapping[int, Mapping[str, Tensor]]
 
@@ -233,7 +233,7 @@ def materialize(
         ``{stage: {name: tensor}}``, in the form of ``split.params``.
 
     Raises:
-        TypeError: the model was not split.
+        TypeError: the model was not split, or not numbers of stages.
         ValueError: nothing writes a parameter, or there is no such stage.
 
     >>> with torch.device("meta"):

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ppfunc._checks import require_type
+from ppfunc._checks import require_stages, require_type
 from ppfunc.stage._torch import storage, version
 from ppfunc.stage.layout import layout_of, whole
 from ppfunc.stage.process import process_lock
 
-from .source import Source
+from .cut import Source
 from .trace import Tensors
 
 Trees = Mapping[int, Mapping[str, Tensor]]
@@ -43,7 +43,7 @@ def read_weights(
     Raises:
         KeyError, ValueError: see `Split.load`.
     """
-    numbers, tensors = _known_stages(stages, source), Tensors.of(source.model)
+    numbers, tensors = _numbers(stages, source.stages), Tensors.of(source.model)
     require_type(
         "weights", weights, str | PathLike | Mapping, "a safetensors file, a folder of them, or a state dict"
     )
@@ -129,7 +129,7 @@ def draw_weights(
     Raises:
         ValueError: nothing writes a parameter, or there is no such stage.
     """
-    numbers = _known_stages(stages, source)
+    numbers = _numbers(stages, source.stages)
     wanted = {name: p for stage in numbers for name, p in params[stage].items()}
     done = {name: p for name, p in wanted.items() if not p.is_meta}
     for name in wanted:
@@ -194,13 +194,8 @@ def _hash(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big", signed=True)
 
 
-def _known_stages(stages: Iterable[int] | None, source: Source) -> list[int]:
-    """Sort the numbers of stages, by default of all; raise for a number that the split has not."""
-    every = range(source.stages)
-    numbers = [*(every if stages is None else stages if isinstance(stages, Iterable) else [stages])]
-    if bad := [stage for stage in numbers if not isinstance(stage, int) or stage not in every]:
-        raise ValueError(f"stages: got {bad[0]!r}, the split has the stages 0 to {source.stages - 1}")
-    return sorted(set(numbers))
+def _numbers(stages: Iterable[int] | None, count: int) -> list[int]:
+    return sorted(require_stages("stages", range(count) if stages is None else stages, count))
 
 
 def overlapping(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:

@@ -192,13 +192,48 @@ LISTENER |= dict(num_conv_pos_embedding_groups=2, mask_time_prob=0.0, apply_spec
 TWICE = ["model.encoder.layers", "model.decoder.layers"]
 BLOCKS = ["encoder.block", "decoder.block"]
 
+CAUSAL = (
+    "Llama Qwen2 Qwen3 Gemma2 Gemma3 Phi3 Olmo2 Glm4 Cohere Lfm2 StableLm Phi Nemotron Persimmon"
+    " Doge Ministral3 ModernBertDecoder NanoChat OlmoHybrid Qwen3_5 VaultGemma Mistral SmolLM3"
+    " Granite Olmo Olmo3 Starcoder2 Gemma Helium Ernie4_5 Exaone4 Arcee SeedOss Cohere2 Glm BitNet"
+    " Apertus"
+)
+WITH_EXPERTS = (
+    "Mixtral Qwen3Moe Qwen3Next GptOss GraniteMoe Olmoe Qwen2Moe FlexOlmo HunYuanMoEV1 MiniMaxM2"
+    " Phimoe Qwen3_5Moe"
+)
+MASKED = {
+    "Bert": "bert",
+    "Roberta": "roberta",
+    "MPNet": "mpnet",
+    "ConvBert": "convbert",
+    "LayoutLM": "layoutlm",
+    "MegatronBert": "bert",
+    "RemBert": "rembert",
+    "RobertaPreLayerNorm": "roberta_prelayernorm",
+    "Deberta": "deberta",
+    "MobileBert": "mobilebert",
+    "Nystromformer": "nystromformer",
+}
 MODELS: dict[str, Architecture] = {
+    **{name.lower(): deep(f"{name}ForCausalLM") for name in CAUSAL.split()},
+    **{name.lower(): deep(f"{name}ForCausalLM", **EXPERTS) for name in WITH_EXPERTS.split()},
+    **{
+        f"{name.lower()}_as_shipped": deep(f"{name}ForCausalLM", experts_implementation="grouped_mm")
+        for name in ["Mixtral", "Qwen3Moe", "Glm4Moe"]
+    },
+    **{
+        name.lower(): deep(f"{name}ForCausalLM", "transformer.h")
+        for name in ["Bloom", "Falcon", "CodeGen", "GPTBigCode"]
+    },
+    **{name.lower(): deep(f"{name}ForMaskedLM", f"{at}.encoder.layer") for name, at in MASKED.items()},
+    **{
+        name.lower(): paired(f"{name}ForConditionalGeneration", *TWICE)
+        for name in ["MBart", "M2M100", "Pegasus", "Blenderbot"]
+    },
+    **{name.lower(): paired(f"{name}ForConditionalGeneration", *BLOCKS) for name in ["T5", "UMT5", "MT5"]},
     "gpt2": deep("GPT2LMHeadModel", "transformer.h"),
-    "llama": deep("LlamaForCausalLM"),
-    "bert": deep("BertForMaskedLM", "bert.encoder.layer"),
     "vit": deep("ViTForImageClassification", "vit.layers", PIXELS),
-    "t5": paired("T5ForConditionalGeneration", *BLOCKS),
-    "mixtral": deep("MixtralForCausalLM", **EXPERTS),
     "whisper": paired(
         "WhisperForConditionalGeneration",
         *TWICE,
@@ -212,7 +247,7 @@ MODELS: dict[str, Architecture] = {
         begin_suppress_tokens=None,
     ),
     "bart": paired("BartForConditionalGeneration", *TWICE, forced_eos_token_id=None),
-    "deberta": deep(
+    "deberta_v2": deep(
         "DebertaV2ForMaskedLM",
         "deberta.encoder.layer",
         relative_attention=True,
@@ -231,19 +266,8 @@ MODELS: dict[str, Architecture] = {
         ["swin.encoder.layers.0.blocks.1", "swin.encoder.layers.1", "swin.encoder.layers.1.blocks.1"],
         **dict(patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4),
     ),
-    "qwen2": deep("Qwen2ForCausalLM"),
-    "qwen3": deep("Qwen3ForCausalLM"),
-    "qwen3_moe": deep("Qwen3MoeForCausalLM", **EXPERTS),
-    "qwen3_next": deep("Qwen3NextForCausalLM", **EXPERTS),
-    "gemma2": deep("Gemma2ForCausalLM"),
-    "gemma3": deep("Gemma3ForCausalLM"),
     "deepseek_v3": deep("DeepseekV3ForCausalLM", first_k_dense_replace=1, num_key_value_heads=4, **EXPERTS),
-    "gpt_oss": deep("GptOssForCausalLM", **EXPERTS),
     "llama4": deep("Llama4ForCausalLM", intermediate_size_mlp=64, **EXPERTS),
-    "phi3": deep("Phi3ForCausalLM"),
-    "olmo2": deep("Olmo2ForCausalLM"),
-    "glm4": deep("Glm4ForCausalLM"),
-    "cohere": deep("CohereForCausalLM"),
     "neox": deep("GPTNeoXForCausalLM", "gpt_neox.layers"),
     "gpt_neo": deep(
         "GPTNeoForCausalLM",
@@ -254,8 +278,6 @@ MODELS: dict[str, Architecture] = {
     ),
     "gptj": deep("GPTJForCausalLM", "transformer.h", bare),
     "opt": deep("OPTForCausalLM", "model.decoder.layers", word_embed_proj_dim=32),
-    "bloom": deep("BloomForCausalLM", "transformer.h"),
-    "falcon": deep("FalconForCausalLM", "transformer.h"),
     "mpt": deep("MptForCausalLM", "transformer.blocks", max_seq_len=WORDS),
     "mamba2": deep(
         "Mamba2ForCausalLM", "backbone.layers", bare, num_heads=8, n_groups=1, chunk_size=4, expand=2
@@ -269,18 +291,9 @@ MODELS: dict[str, Architecture] = {
         mamba_d_state=4,
         **EXPERTS,
     ),
-    "lfm2": deep("Lfm2ForCausalLM"),
     "minimax": deep("MiniMaxForCausalLM", block_size=4, **EXPERTS),
-    "stablelm": deep("StableLmForCausalLM"),
-    "phi": deep("PhiForCausalLM"),
-    "nemotron": deep("NemotronForCausalLM"),
-    "persimmon": deep("PersimmonForCausalLM"),
     "biogpt": deep("BioGptForCausalLM", "biogpt.layers"),
-    "codegen": deep("CodeGenForCausalLM", "transformer.h"),
     "ctrl": deep("CTRLLMHeadModel", "transformer.h", dff=64),
-    "granitemoe": deep("GraniteMoeForCausalLM", **EXPERTS),
-    "olmoe": deep("OlmoeForCausalLM", **EXPERTS),
-    "qwen2_moe": deep("Qwen2MoeForCausalLM", **EXPERTS),
     "xlnet": deep("XLNetLMHeadModel", "transformer.layer", d_head=8, d_inner=64),
     "zamba2": deep(
         "Zamba2ForCausalLM",
@@ -302,23 +315,15 @@ MODELS: dict[str, Architecture] = {
         **dict(adapter_rank=4, num_mem_blocks=1),
     ),
     "modernbert": deep("ModernBertForMaskedLM", global_attn_every_n_layers=2, local_attention=4),
-    "roberta": deep("RobertaForMaskedLM", "roberta.encoder.layer"),
     "distilbert": deep("DistilBertForMaskedLM", "distilbert.transformer.layer"),
     "electra": deep("ElectraForMaskedLM", "electra.encoder.layer", embedding_size=16),
     "albert": deep(
         "AlbertForMaskedLM", "albert.encoder.albert_layer_groups", embedding_size=16, num_hidden_groups=4
     ),
-    "mpnet": deep("MPNetForMaskedLM", "mpnet.encoder.layer"),
     "fnet": deep("FNetForMaskedLM", "fnet.encoder.layer", bare),
-    "convbert": deep("ConvBertForMaskedLM", "convbert.encoder.layer"),
-    "layoutlm": deep("LayoutLMForMaskedLM", "layoutlm.encoder.layer"),
     "esm": deep("EsmForMaskedLM", "esm.encoder.layer", mask_token_id=3),
     "bigbird": deep("BigBirdForMaskedLM", "bert.encoder.layer", attention_type="original_full"),
     "roformer": deep("RoFormerForMaskedLM", "roformer.encoder.layer", embedding_size=32),
-    "mbart": paired("MBartForConditionalGeneration", *TWICE),
-    "m2m": paired("M2M100ForConditionalGeneration", *TWICE),
-    "umt5": paired("UMT5ForConditionalGeneration", *BLOCKS),
-    "pegasus": paired("PegasusForConditionalGeneration", *TWICE),
     "longt5": paired("LongT5ForConditionalGeneration", *BLOCKS, local_radius=2),
     "switch": paired("SwitchTransformersForConditionalGeneration", *BLOCKS, **EXPERTS),
     "dinov2": deep("Dinov2ForImageClassification", "dinov2.encoder.layer", PIXELS),
@@ -404,4 +409,69 @@ MODELS: dict[str, Architecture] = {
     ),
     "unet": (UNet, PIXELS, ["down.1", "mid", "up.1"]),
     "lstm": (Recurrent, series(8, "x"), ["b"]),
+    "afmoe": deep("AfmoeForCausalLM", num_dense_layers=1, **EXPERTS),
+    "aria_text": deep(
+        "AriaTextForCausalLM", moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1, **EXPERTS
+    ),
+    "bamba": deep(
+        "BambaForCausalLM",
+        attn_layer_indices=[1, 3],
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_chunk_size=4,
+        inputs=bare,
+    ),
+    "deepseek_v2": deep("DeepseekV2ForCausalLM", first_k_dense_replace=1, num_key_value_heads=4, **EXPERTS),
+    "falcon_h1": deep(
+        "FalconH1ForCausalLM",
+        mamba_d_ssm=64,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_chunk_size=4,
+        inputs=bare,
+    ),
+    "falcon_mamba": deep("FalconMambaForCausalLM", "backbone.layers", bare),
+    "glm4_moe_lite": deep("Glm4MoeLiteForCausalLM", num_key_value_heads=4, **EXPERTS),
+    "granite_moe_hybrid": deep(
+        "GraniteMoeHybridForCausalLM",
+        layer_types=["mamba", "attention"] * 2,
+        mamba_n_heads=8,
+        mamba_d_head=8,
+        mamba_d_state=8,
+        mamba_chunk_size=4,
+        inputs=bare,
+        **EXPERTS,
+    ),
+    "jetmoe": deep("JetMoeForCausalLM", kv_channels=8, **EXPERTS),
+    "nemotron_h": deep(
+        "NemotronHForCausalLM",
+        inputs=bare,
+        layers_block_type=["mamba", "attention", "moe", "mamba"],
+        mamba_num_heads=8,
+        mamba_head_dim=8,
+        ssm_state_size=8,
+        n_groups=1,
+        chunk_size=4,
+        moe_shared_expert_intermediate_size=32,
+        **EXPERTS,
+    ),
+    "eurobert": deep("EuroBertForMaskedLM"),
+    "nomic": deep("NomicBertForMaskedLM", "nomic_bert.layers"),
+    "squeezebert": deep("SqueezeBertForMaskedLM", "transformer.encoder.layers"),
+    "marian": paired("MarianMTModel", *TWICE),
+    "prophetnet": paired(
+        "ProphetNetForConditionalGeneration", "prophetnet.encoder.layers", "prophetnet.decoder.layers"
+    ),
+    "led": paired("LEDForConditionalGeneration", "led.encoder.layers", "led.decoder.layers"),
+    "nllb_moe": paired("NllbMoeForConditionalGeneration", *TWICE, **EXPERTS),
+    "deit": deep("DeiTForImageClassification", "deit.layers", PIXELS),
+    "hubert": deep("HubertForCTC", "hubert.encoder.layers", sound, **LISTENER),
+    "conformer": deep("Wav2Vec2ConformerForCTC", "wav2vec2_conformer.encoder.layers", sound, **LISTENER),
+    "diffllama": deep("DiffLlamaForCausalLM", attention_dropout=0.0),
+    "dots1": deep("Dots1ForCausalLM", num_key_value_heads=4, experts_implementation="grouped_mm"),
+    "ernie_moe": deep("Ernie4_5_MoeForCausalLM", moe_num_experts=4, moe_k=2, **EXPERTS),
+    "xglm": deep("XGLMForCausalLM", "model.layers", num_layers=4),
+    "rwkv": deep("RwkvForCausalLM", "rwkv.blocks", bare, attention_hidden_size=32),
 }

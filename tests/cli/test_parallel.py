@@ -1,10 +1,8 @@
-"""The subcommands for topologies and partitions: their output, their errors, and no torch."""
+"""The subcommands for topologies and partitions: their output and their errors."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -86,8 +84,3 @@ def test_errors_are_one_line(run, words, message):
     assert (status, out) == (2, "")
     assert err.startswith(f"ppfunc {words[0]}: error: ")
     assert message in err and err.count("\n") == 1
-
-
-def test_no_torch_is_imported():
-    program = "import sys, ppfunc.parallel, ppfunc.cli; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

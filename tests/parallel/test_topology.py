@@ -7,6 +7,8 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+import subprocess
+import sys
 import timeit
 
 import pytest
@@ -249,3 +251,10 @@ def test_every_rank_has_as_many_stages(ranks, chunks):
 def test_errors_say_what_was_got_and_what_is_valid(call, message):
     with pytest.raises(ValueError, match=message):
         call(Topology.of(pipe=2, data=3))
+
+
+def test_a_placement_loads_nothing_else():
+    program = (
+        "import sys, ppfunc.parallel.topology; sys.exit(bool({'fractions', 'difflib'} & {*sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -440,6 +440,11 @@ class ClassOfOutputs(Base):
         return Answer(logits=2 * y if twice else y, cache=Cache(h))
 
 
+WRITE_INPUTS = WritesItsInput, AddsToItsIntegers
+ZOO = [Encoder, *(kind for kind in Base.__subclasses__() if kind not in WRITE_INPUTS)]
+"""Those that a split is compared with the whole model on."""
+
+
 class EncoderDecoder(nn.Module):
     """Tied embeddings, an encoder whose output goes to every layer of the decoder, masks, a bias made once
     from parameters.

@@ -22,48 +22,6 @@ from ppfunc.stage.tree import tree_leaves
 from tests.covering import pairwise
 from tests.splitter import modules as m
 
-ZOO = [
-    m.Plain,
-    m.NoGradOverACut,
-    m.Detached,
-    m.InPlaceThroughAView,
-    m.InPlaceAcrossACut,
-    m.MaskFilledInPlace,
-    m.Reused,
-    m.Tied,
-    m.Frozen,
-    m.BatchNorms,
-    m.BufferAssignedAnew,
-    m.BufferReadLater,
-    m.Autocast,
-    m.OwnBackward,
-    m.OwnBackwardOfTwoResults,
-    m.ChunkOverACut,
-    m.MaskFilledByFloatsThroughAView,
-    m.NoiseForSeveralStages,
-    m.DrawsWhatNobodyReads,
-    m.StridesOfATranspose,
-    m.Recurrent,
-    m.Encoder,
-    m.Norms,
-    m.HiddenTensor,
-    m.Dropouts,
-    m.NumbersInTheCode,
-    m.LooksAtAMaskOfItsOwn,
-    m.CallsForwardByItself,
-    m.VmapInside,
-    m.ShapesOfFloats,
-    m.EarlyResult,
-    m.ClassOfOutputs,
-    m.MasksOfTheFormOfActivations,
-    m.AsStrided,
-    m.FilledInTwoStages,
-    m.GradientsInside,
-    m.AsksForAGradient,
-    m.ChecksValues,
-    m.CachesATable,
-]
-
 
 def made(kind, **kwargs):
     torch.manual_seed(0)
@@ -81,7 +39,7 @@ def made(kind, **kwargs):
 WRITTEN_ACROSS_B = m.InPlaceThroughAView, m.InPlaceAcrossACut, m.FilledInTwoStages
 
 
-@pytest.mark.parametrize("kind, at, training", pairwise(ZOO, ("b", "c", "bc"), (True, False)))
+@pytest.mark.parametrize("kind, at, training", pairwise(m.ZOO, ("b", "c", "bc"), (True, False)))
 def test_stages_in_turn_are_the_whole_model(kind, at, training):
     model = made(kind).train(training)
     if kind in WRITTEN_ACROSS_B and "b" in at:
