@@ -164,7 +164,16 @@ LEAVES = (
 
 @pytest.mark.parametrize(
     "text",
-    [*(f'[["*"],[[{leaf}]]]' for leaf in LEAVES), "", "[]", "null", '["*", []]', "[1, 2, 3]", '["*", 3]'],
+    [
+        "[" + "[" * 10_000 + "]" * 10_000 + ", []]",
+        *(f'[["*"],[[{leaf}]]]' for leaf in LEAVES),
+        "",
+        "[]",
+        "null",
+        '["*", []]',
+        "[1, 2, 3]",
+        '["*", 3]',
+    ],
 )
 def test_malformed_texts_are_refused(text):
     with pytest.raises(ValueError):
