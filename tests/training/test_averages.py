@@ -7,8 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
-from ppfunc.stage.tree import tree_map
 from tests.models import dense, new_trainer, normal, same_bits, squared
+from tests.sharded_models import full
 
 
 def params(dtype=torch.float64):
@@ -70,7 +70,6 @@ def sharded(rank, size, shard):
     optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(1.0), pp.optim.ema(pp.optim.adamw(0.1), 0.8))
     x, y = normal(4, 6), normal(4, 6, seed=9)
     options = {"axes": pp.Axes("pp", "dp"), "shard": shard}
-    whole = lambda tree: tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, tree)  # noqa: E731
     with new_trainer([dense], squared, pp.gpipe(1, 2), optimizer, mesh, **options) as trainer:
         state = trainer.init({0: {"w": normal(6, 6)}})
         for n in range(5):
@@ -81,9 +80,9 @@ def sharded(rank, size, shard):
             told = r"state.params\[0\]: got parts over the axis 'dp', expected whole parameters"
             with pytest.raises((ValueError, pp.PipelineError), match=told):
                 trainer.evaluate(state._replace(params={0: average}), x, y)
-            average = whole(average)
+            average = full(average)
         loss = trainer.evaluate(state._replace(params={0: average}), x, y)
-    return whole(state.params[0])["w"], whole(average)["w"], loss
+    return full(state.params[0])["w"], full(average)["w"], loss
 
 
 def test_sharded_averages_are_those_of_the_whole(two):

@@ -30,6 +30,7 @@ from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training.checkpoint import loading
 from ppfunc.training.checkpoint.storage import DTYPES, Box, box_of
 from tests.models import new_trainer, normal, same_bits, squared
+from tests.sharded_models import full
 
 SHAPES = [(5, 3), (8,), (2, 7, 3), (1,), (), (3, 0)]
 
@@ -357,7 +358,7 @@ def fail_on_one(rank, size, root, what):
     state = {"step": 1, "own": {rank: torch.ones(50)}}
     patch = pytest.MonkeyPatch()
     if rank == 1:
-        patch.setattr(os, what, full)
+        patch.setattr(os, what, no_space)
     try:
         with pytest.raises(
             (OSError, pp.checkpoint.CheckpointError), match="No space left.*00002-of-00002.safetensors"
@@ -367,7 +368,7 @@ def fail_on_one(rank, size, root, what):
         patch.undo()
     saving = None
     if rank == 1:
-        patch.setattr(os, what, full)
+        patch.setattr(os, what, no_space)
     try:
         saving = pp.checkpoint.save_async(root, state)
         with pytest.raises(
@@ -430,7 +431,7 @@ def test_a_slow_disk_is_waited_for(two, tmp_path):
     assert pp.checkpoint.latest(tmp_path) is not None
 
 
-def full(*args):
+def no_space(*args):
     raise OSError(28, "No space left on device")
 
 
@@ -585,7 +586,7 @@ def going_on(rank, size, folder, shard, first):
             x, y = (normal(8, 6, seed=10 * n + k)[rank * 8 // size : (rank + 1) * 8 // size] for k in (1, 2))
             state, _ = trainer.step(state, x, y)
         pp.checkpoint.save(folder, state, step=first + 2)
-    return {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.params[0].items()}
+    return full(state.params[0])
 
 
 def test_muon_goes_on_in_another_grid(two, tmp_path):

@@ -9,6 +9,7 @@ import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training.optim.optimizer import text_of
 from tests.models import new_trainer, normal, squared
+from tests.sharded_models import full
 
 
 def signs(elementwise):
@@ -72,7 +73,7 @@ def trained(rank, size, name, shard, cut="dp"):
         for n in range(2) if cut == "dp" else ():
             state, _ = trainer.step(state, normal(4, WIDTH, seed=n), normal(4, WIDTH, seed=9))
     kept = [isinstance(t, DTensor) for t in tree_leaves(state.optimizer)]
-    return [t.full_tensor() if isinstance(t, DTensor) else t for t in tree_leaves(state.params)], kept
+    return tree_leaves(full(state.params)), kept
 
 
 @pytest.mark.parametrize("name", MAKE)

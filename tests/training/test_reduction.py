@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
 from ppfunc.schedule import Op
@@ -18,6 +17,7 @@ from ppfunc.stage.engines.tracing import cut
 from ppfunc.stage.tree import tree_leaves, tree_map
 from tests import models
 from tests.models import affine, new_trainer, same_bits, squared
+from tests.sharded_models import full
 from tests.training.world import Reads
 
 WIDTH, ROWS, MICROBATCHES = 6, 16, 4
@@ -100,7 +100,7 @@ def accumulated(rank, size, together):
             state = trainer.init(params)
             for _ in range(3):
                 state, _ = trainer.step(state, x, y)
-            made += [t.full_tensor() if isinstance(t, DTensor) else t for t in tree_leaves(state)]
+            made += tree_leaves(full(state))
     cut._TOGETHER = before
     return made
 

@@ -19,6 +19,7 @@ import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map
 from tests import models
 from tests.models import BatchNormed, dense, new_trainer, normal, same_bits, squared
+from tests.sharded_models import full
 from tests.training.world import Reads
 
 WIDTH, ROWS = 4, 16
@@ -195,46 +196,86 @@ class Running(NamedTuple):
     mean: torch.Tensor
 
 
-def test_states_of_others_are_named():
-    _, params, x, y = problem()
+KEPT = r"got nothing, expected torch.float64 of shape .*, which the optimizer adamw\(.* keeps; go on with"
+STATES = {  # made of a state and its trainer's parameters, and what is told
+    "stages": (
+        lambda state, params: trainer_of(stages=[dense], schedule=pp.gpipe(1, 4)).init({0: params[0]}),
+        r"state.params: got the stages \[0\], this process runs \[0, 1\]",
+    ),
+    "optimizer": (
+        lambda state, params: trainer_of(pp.optim.sgd(1e-2)).init(params),
+        rf"state.optimizer\[0\]\['mean'\]\['w'\]: {KEPT}",
+    ),
+    "moments": (
+        lambda state, params: trainer_of(pp.optim.sgd(1e-2, 0.9)).init(params),
+        rf"state.optimizer\[0\]\['mean'\]\['w'\]: {KEPT}",
+    ),
+    "chain": (
+        lambda state, params: state._replace(optimizer={0: (), 1: ()}),
+        r"state.optimizer\[0\]\['.*'\]: got nothing, expected .* optimizer adamw\(",
+    ),
+    "more": (
+        lambda state, params: of_optimizer(state, more=torch.tensor(0)),
+        r"state.optimizer\[0\]\['more'\]: got torch.int64 of shape \[\], expected nothing",
+    ),
+    "count": (
+        lambda state, params: of_optimizer(state, updates=torch.tensor(0.0)),
+        r"state.optimizer\[0\]\['updates'\]: got torch.float32 of shape \[\]",
+    ),
+    "cut": (
+        lambda state, params: of_optimizer(state, mean={"w": normal(1, WIDTH)}),
+        r"state.optimizer\[0\]\['mean'\]\['w'\]: got torch.float64 of shape \[1, 4\], expected torch",
+    ),
+    "missing": (
+        lambda state, params: state._replace(optimizer={0: state.optimizer[0]}),
+        r"state.optimizer: got the stages \[0\]",
+    ),
+    "scale": (
+        lambda state, params: trainer_of(scale=pp.dynamic_scale()).init(params),
+        "state.scale: got 'scale', 'good', the scale of this trainer has none",
+    ),
+    "no scale": (
+        lambda state, params: state._replace(scale=None),
+        "state.scale: got None, the scale of this trainer has none",
+    ),
+    "step": (lambda state, params: state._replace(step=3), "state.step: got 3, expected an int64 tensor"),
+    "shape": (
+        lambda state, params: state._replace(params={0: {"w": normal(WIDTH, 2)}, 1: params[1]}),
+        r"\[4,2\]|4x2|must match|cannot|shape",
+    ),
+    "number": (
+        lambda state, params: state._replace(params={0: {"w": 1.5}, 1: params[1]}),
+        r"state.params\[0\]\['w'\]: got 1.5 of type float, expected a tensor",
+    ),
+    "stage state": (
+        lambda state, params: state._replace(stage_state={0: Running(normal(1))}),
+        "takes 2 positional arguments but 3 were given",
+    ),
+    "no stage state": (
+        lambda state, params: state._replace(stage_state=None),
+        "state.stage_state: got None of type NoneType, expected a dictionary",
+    ),
+    "parameters": (lambda state, params: params, "state: got an object of type dict, expected a TrainState"),
+    "nothing": (lambda state, params: None, "state: got an object of type NoneType, expected a TrainState"),
+    "tuple": (lambda state, params: tuple(state), "state: got an object of type tuple, expected a TrainS"),
+    "pair": (lambda state, params: (state, None), "state: .*tuple, .*state, metrics = trainer.step"),
+}
+
+
+def of_optimizer(state, **changed):
+    return state._replace(optimizer={**state.optimizer, 0: {**state.optimizer[0], **changed}})
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_states_of_others_are_named(kind):
+    (make, text), (_, params, x, y) = STATES[kind], problem()
     trainer = trainer_of()
     state = trainer.init(params)
-    others = {
-        "stages": pp.Trainer([dense], squared, pp.gpipe(1, 4), pp.optim.adamw(1e-2)).init({0: params[0]}),
-        "optimizer": trainer_of(pp.optim.sgd(1e-2)).init(params),
-        "moments": trainer_of(pp.optim.sgd(1e-2, 0.9)).init(params),
-        "chain": state._replace(optimizer={0: (), 1: ()}),
-        "scale": trainer_of(scale=pp.dynamic_scale()).init(params),
-        "missing": state._replace(optimizer={0: state.optimizer[0]}),
-        "step": state._replace(step=3),
-        "shape": state._replace(params={0: {"w": normal(WIDTH, 2)}, 1: params[1]}),
-        "stage state": state._replace(stage_state={0: Running(normal(1))}),
-        "no scale": state._replace(scale=None),
-        "no stage state": state._replace(stage_state=None),
-        "number": state._replace(params={0: {"w": 1.5}, 1: params[1]}),
-    }
-    wanted = {
-        "stages": r"state.params: got the stages \[0\], this process runs \[0, 1\]",
-        "optimizer": r"state.optimizer\[0\]\['mean'\]\['w'\]: got nothing, expected .* optimizer adamw\(",
-        "moments": r"state.optimizer\[0\]\['mean'\]\['w'\]: got nothing, expected .* optimizer adamw\(",
-        "chain": r"state.optimizer\[0\]\['.*'\]: got nothing, expected .* optimizer adamw\(",
-        "scale": "state.scale: got 'scale', 'good', the scale of this trainer has none",
-        "missing": r"state.optimizer: got the stages \[0\]",
-        "step": "state.step: got 3, expected an int64 tensor",
-        "shape": r"\[4,2\]|4x2|must match|cannot|shape",
-        "stage state": "takes 2 positional arguments but 3 were given",
-        "no scale": "state.scale: got None, the scale of this trainer has none",
-        "no stage state": "state.stage_state: got None of type NoneType, expected a dictionary",
-        "number": r"state.params\[0\]\['w'\]: got 1.5 of type float, expected a tensor",
-    }
-    for name, other in others.items():
-        with pytest.raises((TypeError, ValueError, pp.PipelineError, pp.StageError), match=wanted[name]):
-            trainer.step(other, x, y)
-    for given in (params, None, tuple(state)):
-        with pytest.raises(TypeError, match="state: got an object of type .*, expected a TrainState"):
-            trainer.step(given, x, y)
-    after, _ = trainer.step(state, x, y)
-    assert after.step == 1
+    other = make(state, params)
+    for call in (trainer.step, trainer.evaluate):
+        with pytest.raises((TypeError, ValueError, pp.PipelineError, pp.StageError), match=text):
+            call(other, x, y)
+    assert trainer.step(state, x, y)[0].step == 1
 
 
 @pytest.mark.parametrize("place", ["init", "update"])
@@ -288,9 +329,9 @@ def test_an_optimizer_may_keep_other_trees_of_large_leaves():
     assert (after.optimizer[0]["w"]["row"] > state.optimizer[0]["w"]["row"]).all()
 
 
-def test_what_an_optimizer_cannot_do_is_told_before_anything_runs():
-    """Masks and states of another form were found by the first STEP."""
-    stages, params, x, y = problem(2)
+def test_a_mask_of_all_stages_is_told_before_anything_runs():
+    """It was found by the first STEP."""
+    stages, params, *_ = problem(2)
     every = lambda trees: {s: {name: p.ndim > 1 for name, p in tree.items()} for s, tree in trees.items()}  # noqa: E731
     called = (
         "mask: it raised AttributeError at .*test_refusals.py.*'items' of a parameter.*it is called with the"
@@ -303,38 +344,6 @@ def test_what_an_optimizer_cannot_do_is_told_before_anything_runs():
     for mask, text in ((every, called), (lambda trees: {0: True, 1: True}, kinds)):
         with pytest.raises(ValueError, match=text):
             pp.Trainer(stages, squared, pp.gpipe(2, 2), pp.optim.adamw(0.1, mask=mask)).init(params)
-    trainer, other = (
-        pp.Trainer(stages, squared, pp.gpipe(2, 2), made)
-        for made in (pp.optim.adamw(0.1), pp.optim.sgd(0.1, momentum=0.9))
-    )
-    state = trainer.init(params)
-    moments = state.optimizer[0]
-    for wrong, text in (
-        (
-            other.init(params).optimizer,
-            r"state.optimizer\[0\]\['mean'\]\['w'\]: got nothing, expected .* of shape .*, which the"
-            r" optimizer adamw\(.* keeps; go on with",
-        ),
-        (
-            {0: {**moments, "more": moments["updates"]}, 1: moments},
-            r"state.optimizer\[0\]\['more'\]: got torch.int64 of shape \[\], expected nothing",
-        ),
-        (
-            {0: {**moments, "updates": moments["updates"].float()}, 1: moments},
-            r"state.optimizer\[0\]\['updates'\]: got torch.float32 of shape \[\]",
-        ),
-        (
-            {0: {**moments, "mean": {"w": moments["mean"]["w"][:1]}}, 1: moments},
-            r"state.optimizer\[0\]\['mean'\]\['w'\]: got torch.float\d+ of shape \[1, 4\], expected torch",
-        ),
-    ):
-        for call in (trainer.step, trainer.evaluate):
-            with pytest.raises(ValueError, match=text):
-                call(state._replace(optimizer=wrong), x, y)
-    with pytest.raises(
-        TypeError, match="state: got an object of type tuple, .*state, metrics = trainer.step"
-    ):
-        trainer.step(trainer.step(state, x, y), x, y)
 
 
 @pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.functional, pp.engines.eager])
@@ -684,17 +693,18 @@ def test_what_is_finite_is_returned_as_without_looking():
 
 
 def normalised():
+    """Two stages with running statistics: functions, parameters and states."""
     torch.manual_seed(0)
-    return [pp.stage_from_module(BatchNormed(WIDTH)) for _ in range(2)]
+    stages = [pp.stage_from_module(BatchNormed(WIDTH)) for _ in range(2)]
+    params, state = (
+        {s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state")
+    )
+    return [stage.fn for stage in stages], params, state
 
 
 def test_states_of_stages_are_trained_on_with():
     _, _, x, y = problem()
-    stages = normalised()
-    params, state = (
-        {s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state")
-    )
-    functions = [stage.fn for stage in stages]
+    functions, params, state = normalised()
     result = pp.value_and_grad(functions, squared, pp.one_f_one_b(2, 4), has_aux=True)(
         params, x, y, state=state
     )
@@ -730,11 +740,8 @@ def test_the_state_of_a_split_is_asked_for():
 
 def test_a_skipped_update_leaves_the_states_of_stages():
     _, _, x, y = problem()
-    stages = normalised()
-    params, state = (
-        {s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state")
-    )
-    trainer = trainer_of(pp.optim.sgd(0.1), [stage.fn for stage in stages])
+    functions, params, state = normalised()
+    trainer = trainer_of(pp.optim.sgd(0.1), functions)
     bad = x.clone()
     bad[0, 0] = math.nan
     before = trainer.init(params, state)
@@ -1194,7 +1201,7 @@ def whole_leaves(rank, size, shard, what):
     x = normal(ROWS, WIDTH)
     with trainer_of(stages=[dense], schedule=pp.gpipe(1, 2), **options) as trainer:
         state = trainer.init({0: {"w": normal(WIDTH, WIDTH)}})
-        gathered = tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, getattr(state, what))
+        gathered = full(getattr(state, what))
         with pytest.raises(
             (ValueError, pp.PipelineError),
             match=rf"state.{what}\[0\].*: got a tensor that is whole, expected a DTensor of \[4,4\] .*init",
@@ -1281,11 +1288,8 @@ def test_gradients_of_two_ranks_are_named_too(two):
 def with_states(rank, size):
     """States and metrics of stages over two ranks of a pipeline, as in one process."""
     _, _, x, y = problem()
-    stages = normalised()
-    params, state = (
-        {s: getattr(stage, part) for s, stage in enumerate(stages)} for part in ("params", "state")
-    )
-    functions, schedule = [stage.fn for stage in stages], pp.zb_h1(2, 4)
+    functions, params, state = normalised()
+    schedule = pp.zb_h1(2, 4)
     with trainer_of(pp.optim.sgd(0.1), functions, schedule) as alone:
         wanted, _ = alone.step(alone.init(tree_map(torch.clone, params), tree_map(torch.clone, state)), x, y)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))

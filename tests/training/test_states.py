@@ -147,51 +147,32 @@ def test_a_state_of_another_form_is_refused():
         trainer.step(first, torch.ones(ROWS, D), torch.ones(ROWS, D))
 
 
-def unreduced(rank, size):
+def refused(rank, size, reduce, state):
     mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
-    for state, words in (
-        ({"mean": torch.zeros(2)}, "no pattern that matches 'mean' for the state of stage 0"),
-        ({"counts": torch.zeros(2, dtype=torch.bool)}, "got 'counts' of torch.bool"),
-    ):
-        with (
-            new_trainer(
-                [counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"),
-                reduce_state={"counts": "sum"},
-            ) as trainer,
-            pytest.raises(ValueError, match=words),
-        ):  # fmt: skip
-            trainer.init({0: {"w": torch.ones(D)}}, {0: state})
-    return True
-
-
-def test_leaves_without_a_way_are_refused(two):
-    assert two(unreduced) == [True] * 2
-
-
-def extremes(p, x, state):
-    small = {name: state[name] + by for name, by in (("up", 100), ("down", -1))}
-    return pp.Output(x * p["w"], state={**small, "mask": state["mask"]})
-
-
-def mean_of_extremes(rank, size):
-    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
-    start = {
-        "up": torch.zeros(1, dtype=torch.int8),
-        "down": torch.full((1,), 7, dtype=torch.uint8),
-        "mask": torch.tensor([0.0, -math.inf]),
-    }
     with new_trainer(
-        [extremes], squared, pp.gpipe(1, 1), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"),
-        reduce_state={"*": "mean"},
-    ) as trainer:  # fmt: skip
-        first = trainer.init({0: {"w": torch.ones(D)}}, {0: start})
-        after, _ = trainer.step(first, torch.ones(ROWS, D), torch.zeros(ROWS, D))
-        return {name: t.tolist() for name, t in after.stage_state[0].items()}
+        [counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"),
+        reduce_state=reduce,
+    ) as trainer, pytest.raises(ValueError) as told:  # fmt: skip
+        trainer.init({0: {"w": torch.ones(D)}}, {0: state})
+    return str(told.value)
 
 
-def test_means_of_small_integers_and_infinities_are_exact(two):
-    for found in two(mean_of_extremes):
-        assert found == {"up": [100], "down": [6], "mask": [0.0, -math.inf]}
+INFINITE = "got 'counts' of stage 0, which begins with numbers that are not finite, .*, or take 'mean'"
+
+
+@pytest.mark.parametrize(
+    "reduce, state, words",
+    [
+        ("counts", {"mean": torch.zeros(2)}, "no pattern that matches 'mean' for the state of stage 0"),
+        ("counts", {"counts": torch.zeros(2, dtype=torch.bool)}, "got 'counts' of torch.bool"),
+        ("*", {"bias": torch.zeros(()), "counts": torch.tensor(math.inf)}, INFINITE),
+        ("*", {"bias": torch.zeros(()), "counts": torch.tensor(math.nan)}, INFINITE),
+    ],
+    ids=["no way", "booleans", "infinity", "no number"],
+)
+def test_leaves_without_a_sum_are_refused(two, reduce, state, words):
+    for text in two(refused, {reduce: "sum"}, state):
+        assert re.search(words, text)
 
 
 FAR = {
@@ -241,21 +222,3 @@ def test_states_that_begin_far_from_their_numbers_are_exact(two):
             assert found["least"][name] == middle and found["idle"][name] == t, name
         for name, t in COUNTS.items():  # exact until it is rounded once
             assert found["counts"][name] == torch.tensor(t.item() + 6, dtype=t.dtype), name
-
-
-@pytest.mark.parametrize("number", [math.inf, math.nan])
-def test_changes_from_infinity_have_no_sum(two, number):
-    words = "got 'counts' of stage 0, which begins with numbers that are not finite, .*, or take 'mean'"
-    for text in two(from_infinity, number):
-        assert re.search(words, text)
-
-
-def from_infinity(rank, size, number):
-    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
-    start = {"bias": torch.zeros(()), "counts": torch.tensor(number)}
-    with new_trainer(
-        [counting], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1), mesh, axes=pp.Axes("pp", "dp"),
-        reduce_state={"*": "sum"},
-    ) as trainer, pytest.raises(ValueError) as told:  # fmt: skip
-        trainer.init({0: {"w": torch.ones(D)}}, {0: start})
-    return str(told.value)

@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
 from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage.layout import local
-from ppfunc.stage.tree import tree_leaves, tree_map
+from ppfunc.stage.tree import tree_leaves
 from tests.models import new_trainer, normal, squared
+from tests.sharded_models import full
 
 WIDTH = 8
 TWO = pp.Axes("pp", ("out", "in"))
@@ -33,10 +33,6 @@ def trainer_over(sizes, names, axes, shard):
 
 def stepped(trainer, state, n, rank):
     return trainer.step(state, normal(2, WIDTH, seed=10 * n + rank), normal(2, WIDTH, seed=9))
-
-
-def whole(tree):
-    return tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, tree)
 
 
 def kept_and_sent(rank, size, shard, folder):
@@ -71,10 +67,10 @@ def kept_and_sent(rank, size, shard, folder):
     ):
         with trainer_over(sizes, names, axes, shard) as trainer:
             loaded = pp.checkpoint.load(path, like=trainer.init({0: params()}))
-            torch.testing.assert_close(whole(loaded.params[0]), whole(state.params[0]), rtol=0, atol=0)
-            after[name] = whole(stepped(trainer, loaded, 2, rank)[0].params[0])
+            torch.testing.assert_close(full(loaded.params[0]), full(state.params[0]), rtol=0, atol=0)
+            after[name] = full(stepped(trainer, loaded, 2, rank)[0].params[0])
     torch.testing.assert_close(after["hybrid"], after["flat"], rtol=1e-12, atol=1e-14)
-    return messages, kept, whole(state.params[0]), metrics.grad_norm.item()
+    return messages, kept, full(state.params[0]), metrics.grad_norm.item()
 
 
 def test_parts_lie_over_the_last_axis_alone(four, tmp_path):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
 from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
 from tests.models import new_trainer, normal, squared
+from tests.sharded_models import full
 
 FROZEN = [(), (0,), (0, 1), (1,), (0, 1, 2)]  # the stages that are frozen, trainer after trainer
 
@@ -94,9 +94,8 @@ def freezing(rank, size, schedule, engine, shape=None, shard="none"):
             state = state or trainer.init({s: made[s][1] for s in mine})
             state, _ = trainer.step(state, x[half], y[half])
             for s in mine:
-                for p, want in zip(state.params[s].values(), wanted[n][2 * s : 2 * s + 2], strict=True):
-                    whole = p.full_tensor() if isinstance(p, DTensor) else p
-                    torch.testing.assert_close(whole, want, rtol=1e-12, atol=1e-12, msg=str((n, s)))
+                for p, want in zip(full(state.params[s]).values(), wanted[n][2 * s : 2 * s + 2], strict=True):
+                    torch.testing.assert_close(p, want, rtol=1e-12, atol=1e-12, msg=str((n, s)))
 
 
 @pytest.mark.parametrize("engine", ["graph", "functional", "eager"])

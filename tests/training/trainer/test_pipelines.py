@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
 from ppfunc.runtime.step import StepFunction
 from tests.models import new_trainer, same_bits, squared
+from tests.sharded_models import full
 from tests.training.trainer.problems import STEPS, TIED, TOLERANCE, problem, tied_problem, train
 
 
@@ -33,8 +33,7 @@ def side_by_side(rank, size, schedule, shard):
         loss = trainer.evaluate(state, x, y, seed=(0, 0))
     torch.testing.assert_close((loss, losses), (evaluated, found), rtol=TOLERANCE, atol=0)
     for s in mine:
-        for name, leaf in state.params[s].items():
-            leaf = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        for name, leaf in full(state.params[s]).items():
             torch.testing.assert_close(leaf, wanted.params[s][name], rtol=TOLERANCE, atol=TOLERANCE)
     return losses
 

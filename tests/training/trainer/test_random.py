@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ppfunc as pp
 from tests.models import new_trainer, normal, squared
+from tests.sharded_models import full
 
 WIDTH, STEPS, NARROW = 4, 3, {torch.float32: 1e-4}
 SCHEDULES = {
@@ -264,8 +265,7 @@ def trained(rank: int, size: int, case: Case) -> tuple[list[tuple[float, ...]], 
         else:
             assert one[2:] == other[2:], (case, one, other)
     for s, tree in state.params.items():
-        for name, leaf in tree.items():
-            leaf = leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
+        for name, leaf in full(tree).items():
             same = (
                 torch.allclose(leaf, params[s][name], rtol=tolerance, atol=tolerance)
                 and leaf.shape == params[s][name].shape

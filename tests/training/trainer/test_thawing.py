@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import ppfunc as pp
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_paths, tree_structure
 from ppfunc.training.optim.optimizer import divided
 from tests.models import new_trainer, normal, squared
+from tests.sharded_models import full
 
 WIDTH, STEPS = 4, 2
 SETS = [{"a"}, set(), {"c"}, {"a", "b", "c"}, {"b"}]  # frozen, trainer after trainer
@@ -65,10 +65,6 @@ def paths(tree):
     return tree_paths(tree_structure(tree))
 
 
-def whole(tree):
-    return tree_map(lambda t: t.full_tensor() if isinstance(t, DTensor) else t, tree)
-
-
 def thawing(rank, size, name, shard):
     """Train with another trainer for every set; the parameters after all steps."""
     mesh = None if size == 1 else init_device_mesh("cpu", (1, size), mesh_dim_names=("pp", "dp"))
@@ -86,7 +82,7 @@ def thawing(rank, size, name, shard):
             for _ in range(STEPS):
                 x, y = batch(n)
                 (state, _), n = trainer.step(state, x[part], y[part]), n + 1
-    return whole(state.params[0])
+    return full(state.params[0])
 
 
 @pytest.mark.filterwarnings("ignore:params. all parameters are frozen")
