@@ -176,34 +176,17 @@ class Final(nn.Module):
         return x * memory[1]
 
 
-class Recurrent(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.rnn = nn.LSTM(width, width // 2, batch_first=True, bidirectional=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rnn(x)[0]
-
-
-class Packed(Recurrent):
+class Packed(nn.LSTM):
     def forward(self, x: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3]), batch_first=True)
-        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
-
-
-def language_model(recurrent: type[nn.Module]) -> Cut:
-    whole = nn.Sequential(nn.Embedding(32, 8), recurrent(8), nn.Linear(8, 32)).double()
-    # An empty stage does nothing.
-    return Cut(whole, split_sequential(whole, [1, 1, 2]), entropy, tokens(M * 2, 5), tokens(M * 2, 5))
-
-
-@engines
-def test_bidirectional_language_model(engine):
-    compare(language_model(Recurrent), engine)
+        return nn.utils.rnn.pad_packed_sequence(super().forward(packed)[0], batch_first=True)[0]
 
 
 def test_packed_sequences_want_the_eager_engine():
-    model = language_model(Packed)
+    layers = nn.Embedding(32, 8), Packed(8, 4, batch_first=True, bidirectional=True), nn.Linear(8, 32)
+    whole = nn.Sequential(*layers).double()
+    parts = split_sequential(whole, [1, 1, 2])  # an empty stage does nothing
+    model = Cut(whole, parts, entropy, tokens(M * 2, 5), tokens(M * 2, 5))
     compare(model, "eager")
     for engine, reason in [("graph", "_pack_padded_sequence"), ("functional", "use the eager engine")]:
         with pytest.raises(pp.StageError, match=f"^stage 2: .*{reason}"):
@@ -309,33 +292,3 @@ def test_parametrised_weights(engine):
     ).double()
     parts = split_sequential(whole, [1, 2, 3])
     compare(Cut(whole, parts, squared, draw(M * 3, 8), draw(M * 3, 4)), engine)
-
-
-class Tied(nn.Module):
-    """Embedding and logits by one matrix."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, 8)
-        self.layer = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.layer(self.embed(ids)).tanh())
-
-
-@engines
-def test_embeddings_tied_inside_a_stage(engine):
-    whole = nn.Sequential(Tied(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 32)).double()
-    parts = split_sequential(whole, [1, 3])
-    assert "0.head.weight" not in pp.stage_from_module(parts[0]).params
-    compare(Cut(whole, parts, entropy, tokens(M * 2, 5), tokens(M * 2, 5)), engine)
-
-
-@engines
-def test_layers_that_are_frozen(engine):
-    whole = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).double()
-    whole[:2].requires_grad_(False)
-    parts = split_sequential(whole, [1, 3])
-    compare(Cut(whole, parts, squared, draw(M * 3, 8), draw(M * 3, 8)), engine)
