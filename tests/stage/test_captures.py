@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 import ppfunc as pp
 from ppfunc.runtime import AgreementError
-from ppfunc.splitter import source
+from ppfunc.splitter import cut
 from ppfunc.stage import StageError, functional, graph
 from ppfunc.stage.abstract.captures import Watch, ambient, changes
 from tests.stage.conftest import ENGINES, every
@@ -345,8 +345,8 @@ def test_a_stage_that_reads_the_shape_of_a_tensor_is_served():
 
 
 def test_a_split_is_traced_once_for_its_own_inputs(monkeypatch):
-    traces, trace = [], source.trace
-    monkeypatch.setattr(source, "trace", lambda *args: traces.append(args) or trace(*args))
+    traces, trace = [], cut.trace
+    monkeypatch.setattr(cut, "trace", lambda *args: traces.append(args) or trace(*args))
     x = torch.ones(4, WIDTH, dtype=torch.float64)
     split = pp.split(made(), x[:2], at=["1"])
     pp.value_and_grad(split, squared, pp.gpipe(2, 2))(split.params, x, x)
