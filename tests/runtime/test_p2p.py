@@ -7,13 +7,6 @@ import os
 import resource
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
-from itertools import zip_longest
-from types import SimpleNamespace
-from typing import ClassVar
 from unittest.mock import patch
 
 import optree
@@ -23,8 +16,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.control.links import Rendezvous
-from ppfunc.runtime.ports import _torch
-from ppfunc.runtime.transport import p2p, pair_groups
+from ppfunc.runtime.transport import pair_groups
 from ppfunc.schedule import BUILDERS, chimera, remove_tail
 from tests.clock import busy
 from tests.models import dense, squared, traced_once
@@ -100,18 +92,18 @@ def alone(name, ranks):
     judged = pp.evaluate(stages, loss_fn, schedule, return_outputs=True)(
         params, pp.microbatch(inputs, schedule.microbatches), targets
     )
-    wanted = (None, None) if schedule.forward_only else gradients_alone(name, ranks)
+    wanted = (None,) * 3 if schedule.forward_only else gradients_alone(name, ranks)
     return judged.loss, judged.outputs, *wanted
 
 
 def gradients_alone(name, ranks):
     params, inputs, targets = problem(schedule := SCHEDULES[name](ranks))
-    return pp.value_and_grad([stage] * len(params), loss_fn, schedule, engine=traced_once)(
-        params, inputs, targets
-    )
+    step = pp.value_and_grad([stage] * len(params), loss_fn, schedule, engine=traced_once, argnums=(0, 1))
+    result = step(params, inputs, targets)
+    return result.loss, result.grads, result.input_grads
 
 
-def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads, mapped=True):
+def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads, moved, mapped=True):
     """Three steps and an evaluation, as in one process. A process is given what it needs: its stages, and the
     batch where it enters or is judged.
     """
@@ -125,7 +117,7 @@ def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads, mapped=
         options = {"transport": transport, "engine": traced_once}
         judge = pp.evaluate(own_stages, loss_fn, schedule, return_outputs=True, **options)
         if not schedule.forward_only:
-            step = pp.value_and_grad(own_stages, loss_fn, schedule, **options)
+            step = pp.value_and_grad(own_stages, loss_fn, schedule, argnums=(0, 1), **options)
         for _ in range(3):
             if judged_loss is not None:
                 judged = judge(held, cut if first else None, own_targets)
@@ -140,11 +132,18 @@ def compare(rank, ranks, name, judged_loss, judged_outputs, loss, grads, mapped=
                 ]
                 assert same == [dict.fromkeys(judged_outputs[0], True)] * len(here)
             if not schedule.forward_only:
-                mine, own = step(held, own_inputs, own_targets)
-                assert torch.equal(mine, loss)
+                result = step(held, own_inputs, own_targets)
+                own, moves = result.grads, result.input_grads
+                assert torch.equal(result.loss, loss)
                 assert own.keys() == held.keys()
                 for s in held:
                     assert torch.equal(own[s]["w"], grads[s]["w"]), s
+                assert (moves is None) != first
+            if not schedule.forward_only and first:  # the rows of its own chains
+                rows, here = pp.microbatch(moved, schedule.microbatches), microbatches_of(schedule, rank, 0)
+                wanted = pp.Microbatches(rows[m] for m in here).join()
+                assert all(torch.equal(moves[key], wanted[key]) for key in ("h", "mask"))
+                assert moves["h"].abs().sum() > 0
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -219,37 +218,6 @@ def outputs_elsewhere(rank, ranks, name):
 @pytest.mark.parametrize("name, ranks", [("gpipe", 2), ("zbv", 4), ("dualpipe", 4), ("data_parallel", 2)])
 def test_outputs_are_on_the_last_rank_where_only_the_first_was_given_the_inputs(request, ranks, name):
     request.getfixturevalue({2: "two", 4: "four"}[ranks])(outputs_elsewhere, name)
-
-
-def input_gradients(rank, ranks, name):
-    """Gradients of the inputs: on each rank where a chain begins, the rows of its own chains."""
-    schedule = SCHEDULES[name](ranks)
-    params, inputs, targets = problem(schedule)
-    held = held_by(schedule, rank, params)
-    first, last = runs(schedule, rank, 0), runs(schedule, rank, -1)
-    _, wanted = pp.value_and_grad([stage] * len(params), loss_fn, schedule, argnums=1, engine=traced_once)(
-        params, inputs, targets
-    )
-    cut, here = pp.microbatch(wanted, schedule.microbatches), microbatches_of(schedule, rank, 0)
-    wanted = pp.Microbatches(cut[m] for m in here).join() if here else None
-    with pp.P2P(timeout=30) as transport:
-        step = pp.value_and_grad(
-            [stage] * len(params), loss_fn, schedule, transport, argnums=1, engine=traced_once
-        )
-        for _ in range(2):
-            _, moved = step(held, inputs if first else None, targets if last else None)
-            assert (moved is None) != first
-            if first:
-                assert torch.equal(moved["h"], wanted["h"])
-                assert moved["h"].abs().sum() > 0
-                assert torch.equal(moved["mask"], wanted["mask"])
-
-
-@pytest.mark.parametrize(
-    "name, ranks", [("1f1b", 2), ("zbv", 4), ("dualpipe", 2), ("data_parallel", 2), ("chimera", 4)]
-)
-def test_gradients_of_the_inputs_come_back_where_the_inputs_were_given(request, ranks, name):
-    request.getfixturevalue({2: "two", 4: "four"}[ranks])(input_gradients, name)
 
 
 def replicated_over_chains(rank, ranks):
@@ -425,91 +393,6 @@ def test_random_stages_draw_the_same_in_any_process(two):
     two(randomness)
 
 
-class FakeNCCL:
-    """A communicator of two ranks over gloo that does as NCCL does.
-
-    Operations come in groups, which run one after the other, each as one work; in a group, the n-th send runs
-    beside the n-th receive, and what follows waits for both.
-    """
-
-    class Options:
-        _timeout = None
-
-    made: ClassVar[list[FakeNCCL]] = []
-
-    def __init__(self, store, rank, size, options):
-        assert options._timeout is not None
-        self.group, self.sizes = dist.ProcessGroupGloo(store, rank, size, options._timeout), []
-        self.sends = self.receives = None
-        self.stream = ThreadPoolExecutor(1)
-        self.made.append(self)
-
-    def _start_coalescing(self):
-        assert self.sends is None
-        self.sends, self.receives = [], []
-
-    def _end_coalescing(self):
-        pairs, self.sends, self.receives = list(zip_longest(self.sends, self.receives)), None, None
-        self.sizes.append(len(pairs))
-        return Work(self.stream.submit(self.run, pairs))
-
-    def run(self, pairs):
-        for pair in pairs:
-            for work in [begin() for begin in pair if begin]:
-                work.wait()
-
-    def send(self, *args):
-        self.sends.append(partial(self.group.send, *args))
-
-    def recv(self, *args):
-        self.receives.append(partial(self.group.recv, *args))
-
-    def alltoall_base(self, *args):
-        return self.group.alltoall_base(*args)
-
-    def _allgather_base(self, *args):
-        return self.group._allgather_base(*args)
-
-    def abort(self):
-        self.stream.shutdown(wait=False)
-
-
-class Work:
-    """The work of a group: done when all of it is."""
-
-    def __init__(self, done):
-        self.done = done
-
-    def wait(self):
-        self.done.result(30)
-
-
-def over_gloo(rendezvous, links, wanted, device, begun):
-    for one in wanted:
-        store, place = dist.PrefixStore(one.name, rendezvous.store), one.members.index(links.rank)
-        begun.append(_torch.communicator("nccl", store, [0, 1], place, timedelta(seconds=60)))
-        yield begun[-1]
-
-
-@contextmanager
-def as_nccl(gpu=None):
-    """A transport on a torch that says that its group is one of NCCL; the host waits for ``gpu``."""
-    FakeNCCL.made.clear()
-    with (
-        patch.object(dist, "ProcessGroupNCCL", FakeNCCL, create=True),
-        patch.object(pair_groups, "open_nccl", over_gloo),
-        patch.object(
-            p2p, "record_sleeping_event", lambda device: SimpleNamespace(synchronize=gpu or (lambda: None))
-        ),
-        patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
-        patch.dict(_torch.CARRIES, nccl="cpu"),
-        patch.object(Rendezvous, "queued", property(lambda _: True, lambda *_: None), create=True),
-        pp.P2P(timeout=30) as transport,
-    ):
-        assert transport.backend == "nccl"
-        yield transport
-
-
 def in_a_circle(rank, ranks):
     """A stage raises an error that is a cause of its own cause."""
 
@@ -528,81 +411,6 @@ def in_a_circle(rank, ranks):
 
 def test_an_error_whose_causes_go_in_a_circle(two):
     two(in_a_circle)
-
-
-def in_batches(rank, ranks, name, wanted, all_grads):
-    schedule = SCHEDULES[name](ranks)
-    params, inputs, targets = problem(schedule)
-    stages = [stage] * len(params)
-    with as_nccl() as transport:
-        step = pp.value_and_grad(stages, loss_fn, schedule, transport, engine=traced_once)
-        loss, grads = step(held_by(schedule, rank, params), inputs, targets)
-    assert torch.equal(loss, wanted)
-    assert all(torch.equal(grads[s]["w"], all_grads[s]["w"]) for s in grads)
-    return len(FakeNCCL.made), [size for group in FakeNCCL.made for size in group.sizes]
-
-
-@pytest.mark.parametrize("name", [name for name in SCHEDULES if "inference" not in name])
-def test_messages_of_each_way_have_a_communicator_under_nccl(two, name):
-    """On a communicator for both ways, a send waits for the receive beside it, and ``dualpipev`` for ever.
-    Replicas have one more, for all ranks that hold them.
-    """
-    schedule = SCHEDULES[name](2)
-    for communicators, sizes in two(in_batches, name, *gradients_alone(name, 2)):
-        assert communicators == 2 * bool(schedule.crossing_edges) + bool(schedule.replicas)
-        assert not schedule.crossing_edges or max(sizes) > 1
-
-
-def on_a_gpu_that_fails(rank, ranks):
-    """What the host has only given to the GPU of the last rank fails; then a step that does not."""
-    schedule = pp.one_f_one_b(ranks, 4)
-    params, inputs, targets = problem(schedule)
-    held = held_by(schedule, rank, params)
-    found, fails = [], [False]
-
-    def synchronize():
-        if fails[0] and rank == ranks - 1:
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
-    with as_nccl(synchronize) as transport:
-        step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
-        for fails[0] in (False, True, False):
-            try:
-                step(held, inputs, targets)
-                found.append(None)
-            except pp.PipelineError as error:
-                found.append((error.rank, "device-side assert" in str(error)))
-            except RuntimeError as error:
-                found.append((rank, "device-side assert" in str(error)))
-        return found, transport.ended
-
-
-def test_a_step_has_not_ended_before_the_gpus_have_done_it(two):
-    assert two(on_a_gpu_that_fails) == [([None, (1, True), None], 2)] * 2
-
-
-def elsewhere(rank, ranks, name):
-    """The process group is one of NCCL, and the stages compute on the CPU."""
-    with (
-        patch.object(dist, "get_backend_config", lambda group: "cpu:nccl"),
-        patch.object(pair_groups, "open_nccl", lambda *_: iter(())),
-        pp.P2P(timeout=20) as transport,
-    ):
-        schedule = SCHEDULES[name](ranks)
-        params, inputs, targets = problem(schedule)
-        with pytest.raises(
-            (ValueError, pp.PipelineError),
-            match=r"on the device cpu, whose tensors the backend 'nccl'.*new_group\(backend='gloo'\)",
-        ):
-            pp.value_and_grad([stage] * len(params), loss_fn, schedule, transport)(
-                held_by(schedule, rank, params), inputs, targets
-            )
-
-
-@pytest.mark.parametrize("name", ["1f1b", "dualpipe", "data_parallel"])
-def test_a_backend_that_does_not_carry_the_tensors_of_a_stage(two, name):
-    """Under ``data_parallel`` no stage sends a message: the error was that of the collective that sums."""
-    two(elsewhere, name)
 
 
 def skipping(rank, ranks, builder, source, destination, kind):
@@ -821,7 +629,7 @@ def over_a_vendors(rank, ranks, vendor, name, wanted, all_grads):
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
 def test_a_vendors_backend_carries_messages_and_sums(two, name, vendor):
     """``dualpipe`` has replicas, whose gradients are summed."""
-    assert min(two(over_a_vendors, vendor, name, *gradients_alone(name, 2))) >= 2
+    assert min(two(over_a_vendors, vendor, name, *gradients_alone(name, 2)[:2])) >= 2
 
 
 def without_messages(rank, ranks):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.ports import _torch
-from ppfunc.schedule import place_communication, remove_tail
+from ppfunc.schedule import BUILDERS, place_communication, remove_tail
 from tests.clock import busy
 from tests.models import dense, problem, squared
 from tests.simulated import guard, nccl
@@ -64,22 +64,25 @@ def test_a_step_in_another_thread_connects_on_the_device_of_its_parameters(ranks
         assert index == device.index == rank
 
 
-def on_the_host(rank, size, count):
-    made, (params, inputs, targets) = [], problem(SCHEDULE)
+def on_the_host(rank, size, schedule, count):
+    made, (params, inputs, targets) = [], problem(schedule)
     dist.barrier()
     made.append(count().made)
     with pp.P2P(timeout=30) as transport:
-        step = pp.value_and_grad([dense] * size, squared, SCHEDULE, transport)
+        step = pp.value_and_grad([dense] * len(params), squared, schedule, transport)
         with pytest.raises(
-            (ValueError, pp.PipelineError), match="on the device cpu, whose tensors the backend 'nccl'"
+            (ValueError, pp.PipelineError),
+            match=r"on the device cpu, whose tensors the backend 'nccl'.*new_group\(backend='gloo'\)",
         ):
-            step({rank: params[rank]}, inputs, targets)
+            step({s: params[s] for s in schedule.model_stages_of(rank)}, inputs, targets)
     dist.barrier()
     return [*made, count().made]
 
 
-def test_parameters_that_nccl_does_not_carry_are_refused_before_anything_connects(ranks):
-    for before, after in ranks(on_the_host, lambda: ranks.count):
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe", "data_parallel"])
+def test_parameters_that_nccl_does_not_carry_are_refused_before_anything_connects(ranks, name):
+    """Under ``data_parallel`` no stage sends a message: the error was that of the collective that sums."""
+    for before, after in ranks(on_the_host, remove_tail(BUILDERS[name](2, 4)), lambda: ranks.count):
         assert before == after
 
 

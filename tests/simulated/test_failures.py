@@ -6,6 +6,7 @@ import time
 from contextlib import nullcontext
 from itertools import product
 from threading import Event
+from types import SimpleNamespace
 from unittest import mock
 
 import optree
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
 from ppfunc.runtime.ports import _torch
+from ppfunc.runtime.transport import p2p
 from tests.models import dense, new_trainer, problem, same_bits, squared
 from tests.simulated import names
 from tests.simulated.cases import cases
@@ -232,3 +234,33 @@ def late(rank, size, schedule):
 
 def test_a_rank_that_is_late_is_named(ranks):
     assert ranks(late, pp.gpipe(2, 2)) == [1, 1]
+
+
+def on_a_gpu_that_fails(rank, size, fails):
+    """What the host has only given to the GPU of rank 1 fails; then a step that does not."""
+    params, inputs, targets = optree.tree_map(lambda t: t.cuda(), problem(2, 4))
+    found = []
+    with pp.P2P(timeout=20) as transport:
+        step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, 4), transport)
+        for armed in (False, True, False):
+            if rank == 1:
+                fails[0] = armed
+            try:
+                step({rank: params[rank]}, inputs, targets)
+                found.append(None)
+            except RuntimeError as error:
+                found.append((getattr(error, "rank", rank), "device-side assert" in str(error)))
+        return found, transport.ended
+
+
+def test_a_step_has_not_ended_before_the_gpus_have_done_it(ranks):
+    fails, event = [False], p2p.record_sleeping_event
+
+    def synchronize():
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def failing_event(device):
+        return SimpleNamespace(synchronize=synchronize) if fails[0] and device.index == 1 else event(device)
+
+    with mock.patch.object(p2p, "record_sleeping_event", failing_event):
+        assert ranks(on_a_gpu_that_fails, fails) == [([None, (1, True), None], 2)] * 2
