@@ -77,7 +77,7 @@ def option(name: str) -> str:
 
 
 def _reading(expected: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Decorate a reader of text to be a type of ``argparse``, whose errors say what was expected."""
+    """Decorate a reader of text to be a type of ``argparse``, whose errors name the expected form."""
 
     def decorated(read: Callable[[str], Any]) -> Callable[[str], Any]:
         def kind(text: str) -> Any:
@@ -170,7 +170,7 @@ def add_options(
     """Add the options of a subcommand.
 
     Args:
-        options: by name, the meaning for the help, or arguments of ``add_argument``.
+        options: the meaning of each option for the help, or arguments of ``add_argument``; by name.
         unit: thing that a cost without commas is for; the help of the costs says it.
     """
     costs = (

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.stage.abstract.purity import LogicalDraws
-from ppfunc.stage.program import Output, Received
+
+sys.path.append(str(Path(__file__).parents[2]))
+from tests.splitter.modules import added_up, in_turn
 
 Tensors = Mapping[str, torch.Tensor]
 SEED = 3, 5
@@ -113,31 +116,6 @@ def whole(model: nn.Module, inputs: Tensors) -> dict[str, torch.Tensor]:
     return {n: g for n, g in zip(params, found, strict=True) if g is not None}
 
 
-def in_turn(parts: pp.Split, inputs: Tensors) -> tuple[Any, Any, list[torch.Tensor]]:
-    """The result and the parameters of the stages called one after the other, and all values that crossed."""
-    params = {
-        s: {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in tree.items()}
-        for s, tree in parts.params.items()
-    }
-    x: Any = inputs
-    skips: dict[tuple[int, int], Any] = {}
-    crossed: list[torch.Tensor] = []
-    for stage, fn in enumerate(parts.stages):
-        into = {a: skips[a, b] for a, b in parts.skips if b == stage}
-        out = fn(
-            params[stage],
-            Received(x, into) if into else x,
-            *([parts.state[stage]] if stage in parts.state else []),
-        )
-        if isinstance(out, Output):
-            skips |= {(stage, b): tree for b, tree in (out.skips or {}).items()}
-            crossed += [t for tree in (out.skips or {}).values() for t in tree]
-            out = out.y
-        x = out
-        crossed += list(out[1]) if stage < len(parts.stages) - 1 else []
-    return x, params, crossed
-
-
 def worst(got: Tensors, want: Tensors) -> float:
     """The greatest difference; what is nowhere in the graph of the whole model is zero."""
     assert want.keys() <= got.keys(), sorted(want.keys() - got.keys())
@@ -155,14 +133,15 @@ def turn_error(model: nn.Module, parts: pp.Split, inputs: Tensors) -> float:
     torch.manual_seed(7)
     want = whole(model, inputs)
     torch.manual_seed(7)
-    output, params, _ = in_turn(parts, inputs)
-    leaves = [(name, t) for tree in params.values() for name, t in tree.items()]
-    total: dict[str, torch.Tensor] = {}
-    for (name, t), grad in zip(
-        leaves, torch.autograd.grad(scalar(output), [t for _, t in leaves], allow_unused=True), strict=True
-    ):
-        total[name] = total.get(name, torch.zeros_like(t)) + (0 if grad is None else grad)
-    return worst(total, want)
+    params = {
+        s: {n: t.clone().requires_grad_(t.is_floating_point()) for n, t in tree.items()}
+        for s, tree in parts.params.items()
+    }
+    output, *_ = in_turn(parts, inputs, params)
+    leaves = [t for tree in params.values() for t in tree.values()]
+    found = torch.autograd.grad(scalar(output), leaves, allow_unused=True)
+    grads = iter([torch.zeros_like(t) if g is None else g for t, g in zip(leaves, found, strict=True)])
+    return worst(added_up({s: {n: next(grads) for n in tree} for s, tree in params.items()}), want)
 
 
 def step_error(
@@ -210,8 +189,8 @@ def run(name: str, number: int | None) -> str:
             f"{'train' if training else 'eval'} "
             + " ".join(f"{key} {error:.0e}" for key, error in errors.items())
         )
-    crossed = in_turn(parts, example)[2]
-    squares = [list(t.shape) for t in crossed if sum(size in (10, 11) for size in t.shape) > 1]
+    crossing = in_turn(parts, example)[2]
+    squares = [list(shape) for shape in crossing if sum(size in (10, 11) for size in shape) > 1]
     greatest = max(float(g.abs().max()) for g in whole(model, example).values() if g.numel())
     shown.append(
         f"max {greatest:.0e}, {seconds:.2f} s, skips {list(parts.skips)}, tied {len(parts.tied)}, unused"

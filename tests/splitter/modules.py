@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ppfunc.splitter import Split
 from ppfunc.stage.program import Output, Received
+from ppfunc.stage.tree import tree_leaves
 
 D = 4
 
@@ -515,19 +516,27 @@ def scalar(output: Any) -> Tensor:
     )
 
 
-def in_turn(parts: Split, inputs: Any, params: Mapping[int, Any] | None = None) -> tuple[Any, dict[int, Any]]:
-    """Call the stages in turn; return the result and their new state."""
-    x, skips, state = inputs, {}, {}
+def in_turn(
+    parts: Split, inputs: Any, params: Mapping[int, Any] | None = None
+) -> tuple[Any, dict[int, Any], list[tuple[int, ...]]]:
+    """Call the stages in turn; return the result, their new state, and the shapes of all that crosses a
+    boundary, but for tensors without elements.
+    """
+    x, skips, state, crossing = inputs, {}, {}, []
     for stage, fn in enumerate(parts.stages):
         into = {a: skips[a, b] for a, b in parts.skips if b == stage}
         given = [parts.state[stage]] if stage in parts.state else []
         out = fn((params or parts.params)[stage], Received(x, into) if into else x, *given)
         if isinstance(out, Output):
             skips |= {(stage, b): tree for b, tree in (out.skips or {}).items()}
+            crossing += [tuple(t.shape) for tree in (out.skips or {}).values() for t in tree]
             state |= {stage: out.state} if out.state is not None else {}
             out = out.y
         x = out
-    return x, state
+        if stage < len(parts.stages) - 1:
+            crossing += [tuple(t.shape) for t in x[1]]
+            assert all(t.numel() == 0 for t in tree_leaves(x[0]))
+    return x, state, crossing
 
 
 def added_up(grads: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -574,7 +583,7 @@ def require_equal(model: nn.Module, parts: Split, inputs: Any) -> None:
         for s, tree in parts.params.items()
     }
     torch.manual_seed(7)
-    got, state = in_turn(parts, inputs, params)
+    got, state, _ = in_turn(parts, inputs, params)
     for a, b in zip(*(torch.utils._pytree.tree_leaves(r) for r in (got, result)), strict=True):
         if isinstance(b, Tensor):
             torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -18,7 +18,6 @@ import ppfunc as pp
 from ppfunc.parallel.partition import Partition
 from ppfunc.stage import StageError
 from ppfunc.stage.process import process_lock
-from ppfunc.stage.tree import tree_leaves
 from tests.covering import pairwise
 from tests.splitter import modules as m
 
@@ -211,32 +210,15 @@ def test_inputs_have_the_form_of_the_arguments():
     assert torch.equal(m.in_turn(parts, {"x": x, "offset": None})[0].logits, want)
 
 
-def crossing(parts, inputs):
-    """List the shapes of all that crosses a boundary, but for tensors without elements."""
-    found = []
-    x, skips = inputs, {}
-    for stage, fn in enumerate(parts.stages[:-1]):
-        into = {a: skips[a, b] for a, b in parts.skips if b == stage}
-        out = fn(parts.params[stage], pp.Received(x, into) if into else x)
-        if isinstance(out, pp.Output):
-            skips |= {(stage, b): tree for b, tree in (out.skips or {}).items()}
-            found += [tuple(t.shape) for tree in (out.skips or {}).values() for t in tree]
-            out = out.y
-        found += [tuple(t.shape) for t in out[1]]
-        assert all(t.numel() == 0 for t in tree_leaves(out[0]))
-        x = out
-    return found
-
-
 def test_masks_and_tables_never_cross():
     model = made(m.Decoder, layers=4)
     inputs = {"ids": ids(2, 6), "mask": torch.ones(2, 6, dtype=torch.int64)}
     parts = pp.split(model, {"ids": inputs["ids"]}, at=4)
     assert parts.skips == ()
-    assert crossing(parts, {"ids": inputs["ids"]}) == [(2, 6, m.D)] * 3
+    assert m.in_turn(parts, {"ids": inputs["ids"]})[2] == [(2, 6, m.D)] * 3
     parts = pp.split(model, inputs, at=4)
     assert parts.skips == ((0, 2), (0, 3))  # the mask of integers
-    assert sorted(crossing(parts, inputs)) == [(2, 6)] * 3 + [(2, 6, m.D)] * 3
+    assert sorted(m.in_turn(parts, inputs)[2]) == [(2, 6)] * 3 + [(2, 6, m.D)] * 3
     m.require_equal(model, parts, inputs)
 
 
@@ -319,7 +301,7 @@ def test_gradients_of_the_inputs_are_those_of_functions_and_kernels_that_see_the
 
 def test_masks_of_the_form_of_an_activation_do_not_cross():
     parts = pp.split(made(m.MasksOfTheFormOfActivations), m.rows(), at=["b", "c"])
-    assert parts.skips == () and crossing(parts, m.rows(5)) == [(5, m.D)] * 2
+    assert parts.skips == () and m.in_turn(parts, m.rows(5))[2] == [(5, m.D)] * 2
 
 
 def test_numbers_of_the_model_are_those_of_the_moment_in_which_a_step_is_made():
