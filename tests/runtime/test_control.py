@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 
@@ -20,7 +18,6 @@ from ppfunc.runtime.ports.protocols import Axes, InProcess, LossPart, Route, Tra
 from ppfunc.runtime.transport.p2p import P2P
 from ppfunc.runtime.values.buffers import Buffers, Tag
 from ppfunc.runtime.values.errors import AgreementError, Failure, PipelineError, StepRunning
-from ppfunc.schedule.instruction import parse_instruction
 from ppfunc.stage import LeafSignature
 from tests.clock import busy
 
@@ -323,59 +320,6 @@ def test_the_timeout_is_that_of_the_group(two):
     assert two(the_timeout_of_the_group) == [7.0, 7.0]
 
 
-def interrupted(rank, ranks, steps):
-    """Rank 1 is interrupted at any moment and goes on. How many steps each rank has got, and whether it was
-    told of a difference.
-    """
-    transport, got, failed = P2P(timeout=20), 0, 0
-    stop = threading.Event()
-
-    def strike():
-        while not stop.wait(0.002):
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-    def interrupt(number, frame):
-        if inside:
-            raise KeyboardInterrupt
-
-    inside = False
-    signal.signal(signal.SIGUSR1, interrupt)
-    striker = threading.Thread(target=strike, daemon=True)
-    if rank == 1:
-        striker.start()
-    try:
-        while got < steps:
-            try:
-                with transport.hold_interrupts():
-                    try:
-                        inside = True
-                        transport.begin("f", "k", 0)
-                        transport.end({}, {})
-                        transport.ended += 1
-                        inside = False
-                        got += 1
-                    except BaseException as cause:
-                        inside = False
-                        raise transport.fail(Failure(rank, None, None, cause)) from None
-            except AgreementError as error:
-                return got, failed, str(error)
-            except (KeyboardInterrupt, PipelineError):
-                failed += 1
-        return got, failed, ""
-    finally:
-        stop.set()
-        if rank == 1:
-            striker.join()
-        dist.barrier()
-
-
-def test_interrupts_at_any_moment_leave_no_rank_a_step_behind_unheard(two):
-    for _ in range(5):
-        (got, _, text), (own, _, told) = two(interrupted, 300)
-        assert bool(text) == bool(told)
-        assert got == own if not text else "steps ended" in text and abs(got - own) == 1
-
-
 def transfer(outgoing, source, destination, leaves):
     return Transfer(
         outgoing,
@@ -384,48 +328,6 @@ def transfer(outgoing, source, destination, leaves):
         leaves,
         torch.device("cpu"),
     )
-
-
-def hand_on(transport, rank, ranks, break_at=None):
-    """A step in which each rank hands on what it gets; rank 0 waits for what the last one sends back. Leaves
-    of odd dtypes.
-    """
-    leaves = (
-        leaf(3, 2, dtype=torch.complex64),
-        leaf(0, 4),
-        leaf(5, dtype=torch.bool),
-        leaf(2, dtype=torch.bfloat16),
-        leaf(),
-    )
-    values = tuple(torch.ones(each.shape, dtype=each.dtype) for each in leaves)
-    before, after = (rank - 1) % ranks, (rank + 1) % ranks
-    try:
-        transport.begin("ring", "k" if rank == 0 else None, 0)
-        transport.connect([Route("F", r, (r + 1) % ranks) for r in range(ranks)], [torch.device("cpu")])
-        buffers = Buffers()
-        comes, goes = transfer(False, before, rank, leaves), transfer(True, rank, after, leaves)
-        take = [transport.post([comes]), transport.wait(comes)]
-        give = [call for call in (transport.post([goes]), transport.wait(goes)) if call]
-        for call in [*give, *take] if rank == 0 else take:
-            if call is give[0]:
-                buffers.values[goes.tag] = values
-            call(buffers)
-        if rank == break_at:
-            raise ArithmeticError("broken")
-        if rank:
-            buffers.values[goes.tag] = buffers.values[comes.tag]
-            for call in give:
-                call(buffers)
-        assert not buffers.pending
-        assert (
-            all(torch.equal(a, b) for a, b in zip(buffers.values[comes.tag], values, strict=True))
-            or goes.tag == comes.tag
-        )
-        transport.end({}, {})
-        transport.ended += 1
-    except BaseException as cause:
-        instruction = parse_instruction("0F0") if isinstance(cause, ArithmeticError) else None
-        raise transport.fail(Failure(rank, None if instruction is None else 3, instruction, cause)) from cause
 
 
 def sent(rank, leaves, values, mapped):
@@ -475,42 +377,6 @@ def lazy(rank, ranks, mapped):
 @pytest.mark.parametrize("mapped", [True, False])
 def test_what_has_no_memory_of_its_values_arrives_as_these(two, mapped):
     assert all(two(lazy, mapped))
-
-
-def ring(rank, ranks):
-    with P2P(timeout=60) as transport:
-        hand_on(transport, rank, ranks)
-        failure = caught(hand_on, transport, rank, ranks, 2)
-        hand_on(transport, rank, ranks)
-        dist.barrier()
-    return failure
-
-
-def test_a_failure_ends_what_others_wait_for_and_the_next_step_has_new_connections(four):
-    for rank, (name, text, named, seconds) in enumerate(four(ring)):
-        assert (name, named) == ("PipelineError", 2), text
-        assert (
-            "rank 2 failed at 0F0, step 3 of its program (stage 0, microbatch 0): ArithmeticError: broken"
-            in text
-        )
-        assert seconds < SOON * busy(), rank
-
-
-def slow(rank, ranks):
-    with P2P(timeout=1) as transport:
-        hand_on(transport, rank, ranks)
-        dist.barrier()
-        if rank == 2:
-            time.sleep(3)
-        failure = caught(hand_on, transport, rank, ranks)
-        dist.barrier()
-    return failure
-
-
-def test_a_rank_that_holds_up_others_is_named_not_those_that_wait_for_it(four):
-    """Rank 1 waits for rank 0, which waits for rank 3, which waits for rank 2."""
-    for _, text, named, _ in four(slow):
-        assert named == 2, text
 
 
 def asked_without_a_group(rank, ranks):

@@ -391,6 +391,27 @@ def test_a_rank_that_is_slow_within_the_limit_raises_no_alarm(fresh, tmp_path, s
         assert (seen.kind, seen.ended) == ("nothing", 40), (rank, seen)
 
 
+def is_late(rank, size):
+    """Rank 2 computes for longer than the limit; ranks 0, 1 and 3 wait for it, or for those that do."""
+
+    def before(place):
+        if place == "stage" and rank == 2 and OPEN and OPEN[-1].ended == 1:
+            time.sleep(6.0)
+
+    run = Run("4 ranks", limit=2.0, before=before)
+    run.step()
+    seen = watched(run.step)
+    dist.barrier()
+    return tuple(seen)
+
+
+def test_a_rank_that_is_late_is_named_not_those_that_wait_for_it(fresh):
+    processes = fresh(4)
+    processes(warm)
+    for seen in processes(is_late):
+        assert Seen(*seen)[:2] == ("PipelineError", 2), seen
+
+
 def keeps_the_error(rank, size):
     """The first rank fails in its last backward, while the others wait in a sum over all ranks; each keeps
     what it was told.

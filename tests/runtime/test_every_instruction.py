@@ -384,18 +384,6 @@ def test_faults_while_the_first_is_handled(name, request):
             )
 
 
-def test_a_failing_seed_replays():
-    setting, faults = (
-        problem("zb_h1", 3),
-        [Fault("interrupt", 1, 30), Fault("drop", 0, 41), Fault("raise", 2, 70)],
-    )
-    runs = [train(setting, seed, faults) for seed in (3, 3, 4)]
-    traces = [network.trace for network, _ in runs]
-    told = [str([(o.value.got, o.value.errors) for o in outcomes]) for _, outcomes in runs]
-    assert (traces[0], told[0]) == (traces[1], told[1])
-    assert traces[0] != traces[2]
-
-
 # -- interrupts at every point at which Python looks for signals --------------------------------
 
 _LOOKS = {

@@ -354,25 +354,6 @@ def test_a_rank_outside_of_a_group_or_a_mesh_is_told(two):
         assert text == f"P2P got a {what} of which this process is not a member; call it on its ranks only"
 
 
-def mesh(rank, ranks):
-    """Two pipelines of two ranks each, over the groups of a mesh."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dimensions = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    place = dimensions.get_local_rank("pp")
-    schedule = pp.one_f_one_b(2, 4)
-    params, inputs, targets = problem(schedule)
-    with pp.P2P(dimensions["pp"].get_group(), timeout=30) as transport:
-        loss, _ = pp.value_and_grad([stage] * 2, loss_fn, schedule, transport, engine=traced_once)(
-            {place: params[place]}, inputs, targets
-        )
-    assert torch.equal(loss, pp.value_and_grad([stage] * 2, loss_fn, schedule)(params, inputs, targets)[0])
-
-
-def test_pipelines_over_the_groups_of_a_mesh(four):
-    four(mesh)
-
-
 def dropped(params, x):
     return torch.nn.functional.dropout(x @ params["w"], 0.5)
 
