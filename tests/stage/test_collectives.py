@@ -8,12 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as of_torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import grad, hessian, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ppfunc as pp
 from ppfunc.stage import StageError, eager, functional, graph
 from ppfunc.stage.abstract.purity import collective_fault as fault_of
+from tests.models import normal
 from tests.sharded_models import MODELS, B, D, T, W, largest_difference, part, random
 
 TOLERANCE = 1e-12
@@ -414,25 +417,72 @@ def test_collectives_of_several_tensors(two, engine):
     two(coalesced, engine)
 
 
-def averages(rank, size, engine):
-    """A reduction of torch that has no derivative: tracing failed, with the advice to take an engine that
-    fails, too.
-    """
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    group = mesh.get_group().group_name
+# -- attention over a sequence that is cut over ranks
 
-    def stage(p, x):
-        made = torch.ops._c10d_functional.reduce_scatter_tensor(p["w"] * x, "avg", 2, group)
-        return torch.ops._c10d_functional.wait_tensor(made)
 
-    step = pp.value_and_grad([stage], lambda y, t: y.square().sum(), pp.gpipe(1, 1), engine=engine)
-    with pytest.raises(
-        pp.StageError,
-        match="reduce by 'avg'. Instead: use ppfunc.collectives.psum_scatter.* divided by the number of ranks",  # noqa: E501
+def derivatives_of(attend, tensors, directions):
+    """Value, gradients, and of the gradients the product with second derivatives along directions."""
+    with sdpa_kernel(SDPBackend.MATH):
+        tensors = [t.clone().requires_grad_() for t in tensors]
+        y = attend(*tensors)
+        first = torch.autograd.grad(y.sin().sum(), tensors, create_graph=True)
+        slope = sum((g * d).sum() for g, d in zip(first, directions, strict=True))
+        second = torch.autograd.grad(slope, tensors)
+    return [y.detach(), *(g.detach() for g in first), *second]
+
+
+def exact(rank, size, heads, groups, causal):
+    axis = axis_of(size)
+    shapes = (2, heads, 8, 4), (2, groups, 8, 4), (2, groups, 8, 6)
+    whole = [normal(*shape, seed=n) for n, shape in enumerate(shapes)]
+    directions = [normal(*shape, seed=5 + n) for n, shape in enumerate(shapes)]
+    expected = derivatives_of(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True),
+        whole, directions,
+    )  # fmt: skip
+    cut = lambda trees: [t.chunk(size, 2)[rank] for t in trees]  # noqa: E731
+    attend = lambda q, k, v: pp.context_attention(q, k, v, axis, causal)  # noqa: E731
+    found = [largest_difference(derivatives_of(attend, cut(whole), cut(directions)), cut(expected))]
+    for engine in (graph, functional, eager) if causal and groups < heads else (graph,):
+        program = engine(lambda p, x: attend(*p) + 0 * x.sum(), (cut(whole), torch.zeros(1).double()))
+        y, residuals = program.forward(cut(whole), torch.zeros(1).double())
+        gradients, _ = program.backward(residuals, y.cos())
+        found.append(largest_difference([y, *gradients], cut(expected[:4])))
+    return max(found)
+
+
+@pytest.mark.parametrize("heads, groups, causal", [(4, 4, True), (4, 4, False), (8, 2, True), (4, 1, False)])
+def test_attention_over_a_cut_sequence_is_that_over_the_whole(four, heads, groups, causal):
+    found = four(exact, heads, groups, causal)
+    assert max(found) < TOLERANCE, found
+
+
+def unfit(rank, size):
+    axis = axis_of(size)
+    q = torch.zeros(2, 4, 8, 4)
+    for odd in (
+        (q[:, :3], q[:, :3], q[:, :3]),
+        (q, q[:, :3], q[:, :3]),
+        (q[0], q[0], q[0]),
+        (q, q, q[:, :, 1:]),
+        (q, q[:, :, 1:], q[:, :, 1:]),
+        (q, q[:1], q[:1]),
+        (q, q[..., 1:], q),
+        (q[:, :0], q[:, :0], q[:, :0]),
+        (q, q[:, :0], q[:, :0]),
     ):
-        step({0: {"w": torch.ones(4, 1)}}, torch.ones(4, 1), torch.ones(4, 1))
+        with pytest.raises(
+            ValueError, match=r"got q, k, v of the shapes \[.*\], expected \[b, heads, t, d\], of one b"
+        ):
+            pp.context_attention(*odd, axis)
+    for odd in ((q, q.double(), q), (q.long(), q.long(), q.long()), (q, q, None)):
+        with pytest.raises(TypeError, match="of torch.*, expected floating point, of one dtype"):
+            pp.context_attention(*odd, axis)
+    assert pp.context_attention(q, q[:, :, 1:], q[:, :, 1:], axis, causal=False).shape == q.shape
+    with pytest.raises(TypeError, match="context_attention: got str as the mesh"):
+        pp.context_attention(q, q, q, "cp")
+    return True
 
 
-@pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.eager])
-def test_an_average_that_is_scattered_is_refused(two, engine):
-    two(averages, engine)
+def test_shapes_that_do_not_go_together_are_refused(two):
+    assert two(unfit) == [True] * 2

@@ -70,6 +70,12 @@ def less_the_most(w, x):
     return y - most
 
 
+def averaged(w, x):
+    name = dist.group.WORLD.group_name
+    made = torch.ops._c10d_functional.reduce_scatter_tensor(w * x, "avg", 1, name)
+    return torch.ops._c10d_functional.wait_tensor(made)
+
+
 def reduced(w, x):
     return collectives.all_reduce(w * x, "sum", dist.group.WORLD) * w
 
@@ -100,6 +106,10 @@ REFUSED = {
     "broadcast": (
         lambda w, x: collectives.broadcast(w * x, 0, dist.group.WORLD) * w, 0, ENGINES,
         r"_c10d_functional\.broadcast\.default, .* has no derivative",
+    ),
+    "average": (
+        averaged, 2, ENGINES,
+        "reduce by 'avg'. Instead: use ppfunc.collectives.psum_scatter.* divided by the number of ranks",
     ),
     "all-reduce": (
         reduced, 1, ENGINES,

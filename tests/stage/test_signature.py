@@ -1,4 +1,4 @@
-"""Signatures: round trips through JSON, and what they refuse."""
+"""Signatures: round trips through JSON, what they refuse; and patterns of the names of leaves."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass
 from functools import reduce
+from itertools import product
 from typing import Any, NamedTuple
 
 import optree
@@ -14,10 +15,12 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+import ppfunc as pp
 from ppfunc.runtime.values.arguments import form_of, same_form
 from ppfunc.stage import LeafSignature, Signature
-from ppfunc.stage.signature import flatten
+from ppfunc.stage.signature import first_match, flatten, require_reachable
 from ppfunc.stage.tree import tree_flatten, tree_structure
+from tests.models import squared
 
 
 class Point(NamedTuple):
@@ -288,3 +291,50 @@ def test_one_tensor_in_two_places_is_of_no_form_and_no_tensor_is_kept_alive():
     seen = weakref.ref(a)
     del a
     assert seen() is None
+
+
+# -- patterns: the first that matches counts; one that never is the first is refused
+
+COVERED = [
+    ("*", "*counts"),
+    ("*", "*"),
+    ("*.bias|*norm*", "h.?.norm.weight"),
+    ("h.*", "h.[0-4].mlp"),
+    ("a?", "a?"),
+    ("*", "a|b"),
+    ("b", "a|b"),
+]
+APART = [("*counts", "*"), ("a?", "a*"), ("*a", "*b"), ("[ab]", "a|c"), ("*.*", "a[.b]c"), ("", "a")]
+
+
+@pytest.mark.parametrize("earlier, later", COVERED)
+def test_a_pattern_that_an_earlier_one_covers_is_refused(earlier, later):
+    wording = "comes after .*, which takes all of its names; put it before"
+    with pytest.raises(ValueError, match=wording):
+        require_reachable("what", [earlier, later])
+    with pytest.raises(ValueError, match=f"groups: .*{wording}"):
+        pp.optim.by_name({earlier: pp.optim.sgd(0.1), **{later + "|z": pp.optim.sgd(0.2)}})
+    with pytest.raises(ValueError, match=f"reduce_state: .*{wording}"):
+        pp.Trainer(
+            [lambda p, x: x], squared, pp.gpipe(1, 2), pp.optim.sgd(0.1),
+            reduce_state={earlier: "mean", later + "|z": "sum"},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("earlier, later", APART)
+def test_patterns_that_have_names_of_their_own_are_taken(earlier, later):
+    require_reachable("what", [earlier, later])
+
+
+NAMES = ["".join(letters) for size in range(5) for letters in product("ab.", repeat=size)]
+one = st.lists(st.sampled_from(["a", "b", ".", "*", "?", "[ab]", "[!a]"]), min_size=1, max_size=4).map(
+    "".join
+)
+
+
+@given(one, one)
+def test_all_names_of_what_is_refused_are_taken_before(earlier, later):
+    try:
+        require_reachable("what", [earlier, later])
+    except ValueError:
+        assert all(first_match(name, [earlier]) for name in NAMES if first_match(name, [later]))

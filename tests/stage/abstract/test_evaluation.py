@@ -1,7 +1,9 @@
-"""Evaluation without values: torch remembers the form of a result for equal arguments alone."""
+"""Evaluation without values: torch remembers the form of a result for equal arguments alone, and of few."""
 
 import torch
 
+from ppfunc.stage._torch import FakeTensorMode
+from ppfunc.stage.abstract import evaluation
 from ppfunc.stage.abstract.evaluation import Evaluation
 
 
@@ -49,3 +51,13 @@ def test_results_without_values_have_the_form_of_those_with_values():
             mode.cache_crosscheck_enabled = True
             assert [shown(call(x)) for x in arguments() for call in CALLS.values()] == expected
     assert Evaluation.cache_info().hits > len(expected)
+
+
+def test_what_torch_remembers_of_shapes_is_bounded(monkeypatch):
+    monkeypatch.setattr(evaluation, "_REMEMBERED", 40)
+    sizes = []
+    for n in range(100):
+        with evaluation.without_values():
+            torch.ones(n + 1).sin().cos()
+        sizes.append(len(FakeTensorMode.cache))
+    assert 20 < max(sizes[50:]) < 50
