@@ -13,11 +13,25 @@ A step, from the call to the kernel::
     STEP         TrainingUpdate.step -> StageUpdate -> Optimizer.update (optim/elementwise.py) -> kernel
 """
 
-from . import checkpoint as checkpoint, optim as optim
-from .trainer import Metrics as Metrics, Trainer as Trainer, TrainState as TrainState
-from .update.precision import (
-    LossScale as LossScale,
-    Precision as Precision,
-    dynamic_scale as dynamic_scale,
-    static_scale as static_scale,
-)
+from typing import TYPE_CHECKING
+
+from ppfunc._lazy import attach
+
+if TYPE_CHECKING:
+    from . import checkpoint as checkpoint, optim as optim
+    from .trainer import Metrics as Metrics, Trainer as Trainer, TrainState as TrainState
+    from .update.precision import (
+        LossScale as LossScale,
+        Precision as Precision,
+        dynamic_scale as dynamic_scale,
+        static_scale as static_scale,
+    )
+else:
+    __getattr__, __dir__, __all__ = attach(
+        __name__,
+        {
+            "": "checkpoint optim",
+            "trainer": "Metrics TrainState Trainer",
+            "update.precision": "LossScale Precision dynamic_scale static_scale",
+        },
+    )
