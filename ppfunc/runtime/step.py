@@ -31,7 +31,7 @@ import torch
 
 from ppfunc._checks import not_copied, with_arguments
 from ppfunc.schedule import Schedule, Timeline
-from ppfunc.stage._torch import differentiating, load_tracer, transforming
+from ppfunc.stage._torch import load_tracer, transforming, transforms
 from ppfunc.stage.abstract.captures import State, Watch, ambient, changes
 from ppfunc.stage.abstract.evaluation import trying
 from ppfunc.stage.device import on_device, preserve_rng
@@ -281,7 +281,7 @@ class StepFunction(Generic[P, R]):
                 "got a step that raises where numbers are not finite, under a torch.func transform, which has"
                 " none to read; make one with on_nonfinite='ignore'"
             )
-        if self.pipeline.spec.primal and differentiating():
+        if self.pipeline.spec.primal and not transforms().isdisjoint(("Grad", "Jvp")):
             raise ValueError(
                 f"got a step of ppfunc.{self.pipeline.spec.name} under a torch.func transform that"
                 " differentiates it once more, which is wrong for some operators; take further derivatives of"

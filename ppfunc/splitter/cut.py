@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ppfunc.stage import StageError
-from ppfunc.stage._torch import OpOverload, vmapped, without_modes
+from ppfunc.stage._torch import OpOverload, transforms, without_modes
 from ppfunc.stage.abstract.captures import Watch, ambient
 from ppfunc.stage.device import autocast
 from ppfunc.stage.engines.tracing.cut import Block
@@ -566,7 +566,7 @@ class Source:
         Raises:
             StageError: the model cannot be traced, or the stages would not be those of the split.
         """
-        mapped = vmapped()
+        mapped = "Vmap" in transforms()  # an unmapped tensor cannot be written into by a mapped one
         key = (
             *inputs,
             device,

@@ -143,17 +143,8 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 unwrapped = torch._C._functorch.get_unwrapped
 
 
-def differentiating() -> bool:
-    """Tell whether any torch.func transform around differentiates."""
-    return not _transforms().isdisjoint(("Grad", "Jvp"))
-
-
-def vmapped() -> bool:
-    """Tell whether a ``vmap`` is active: an unmapped tensor cannot be written into by a mapped one."""
-    return "Vmap" in _transforms()
-
-
-def _transforms() -> set[str]:
+def transforms() -> set[str]:
+    """Name the kinds of the torch.func transforms around: ``"Grad"``, ``"Jvp"``, ``"Vmap"``."""
     return {layer.key().name for layer in torch._C._functorch.get_interpreter_stack() or ()}
 
 

@@ -390,7 +390,10 @@ class DifferentiableStage:
             for i, value in zip(self.x_at, primal_x, strict=True):
                 # Autocast casts a leaf once: gradients of its uses would be summed in half precision.
                 a[i] = value.view_as(value) if value.dtype == torch.float32 else value
-            with self._mode(params + x + extras):
+            mode: AbstractContextManager[Any] = LogicalDraws() if self.outline.draws else nullcontext()
+            if not self.outline.known:  # it may take another path than the one seen
+                mode = Purity(self.name, zip(self.example.paths, params + x + extras, strict=True))
+            with mode:
                 out = self._call(self.example.unflatten((*p, *a, *extras)))
             (y, y_def), (aux, _) = split_aux(out, self.has_aux, self.name)
             y, aux = tuple(map(local, y)), tuple(map(local, aux))
@@ -414,15 +417,6 @@ class DifferentiableStage:
         except Exception as error:
             error.add_note(f"raised in {self.name}{line_of(error)}, which was given {self.example}")
             raise
-
-    def _mode(self, arguments: Leaves) -> AbstractContextManager[Any]:
-        """Draw in logical order.
-
-        Where the stage may take another path than the one seen, refuse its effects before they happen.
-        """
-        if not self.outline.known:
-            return Purity(self.name, zip(self.example.paths, arguments, strict=True))
-        return LogicalDraws() if self.outline.draws else nullcontext()
 
     @contextmanager
     def unchanged(self, params: Leaves, x: Leaves, extras: Leaves) -> Iterator[None]:

@@ -383,7 +383,9 @@ def clean(joint: Joint) -> None:
     _shorten_views(joint)
     for late in (False, True):
         _merge_duplicates(joint, late)
-    _fuse(joint)
+    for node in filter(is_call, list(joint.graph.nodes)):
+        for fuse in (_fuse_linear, _fuse_stack, _fuse_sum, _fuse_draw):
+            fuse(node)
     _drop_dead(joint)
 
 
@@ -459,16 +461,6 @@ def _key(node: Node) -> Hashable:
     if is_tensor(node) and base(node) is not None:
         return ("view of", root(node), layout(node))
     return (node.target, comparable(node.args), comparable(node.kwargs))
-
-
-def _fuse(joint: Joint) -> None:
-    """Put ``linear`` together again, let sums drop their dimensions themselves, and copy once, not twice."""
-    for node in list(joint.graph.nodes):
-        if is_call(node):
-            _fuse_linear(node)
-            _fuse_stack(node)
-            _fuse_sum(node)
-            _fuse_draw(node)
 
 
 def _fuse_linear(node: Node) -> None:
