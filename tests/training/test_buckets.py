@@ -255,21 +255,6 @@ def test_who_keeps_a_gradient_keeps_its_memory():
     assert reducer.idle
 
 
-def test_calls_out_of_order():
-    reducer = reducer_of()
-    with pytest.raises(RuntimeError, match="no reduction is under way: launch one first"):
-        reducer.wait()
-    with pytest.raises(ValueError, match="got 1 gradients, expected 2"):
-        reducer.add(gradients(1)[:1], (0, 1), 0)
-    reducer.launch()
-    assert not reducer.idle
-    with pytest.raises(RuntimeError, match="under way already"):
-        reducer.launch()
-    with pytest.raises(RuntimeError, match="gradients came while a reduction is under way"):
-        add(reducer, gradients(1))
-    assert same(reducer.wait(), total(()))
-
-
 def over_ranks(rank, size, dtype, most):
     """Whether sums over ranks are right, whole and in parts, step after step in one memory."""
     dims = shard_dims(LEAVES, size)

@@ -366,6 +366,8 @@ def test_a_new_form_is_seen():
     ("grads", "message"),
     [
         ({"v": torch.ones(3)}, "structure of params"),
+        ({"w": {"v": torch.ones(3)}}, "structure of params"),
+        ({"w": None}, "structure of params"),
         ({"w": torch.ones(4)}, r"grads\['w'\] must match its parameter: got torch.float32\[4\]"),
         ({"w": torch.ones(3, dtype=torch.float64)}, r"expected torch.float32\[3\]"),
     ],
@@ -374,3 +376,15 @@ def test_gradients_that_do_not_fit(grads, message):
     params, optimizer = {"w": torch.ones(3)}, adamw(0.1)
     with pytest.raises(ValueError, match=message):
         optimizer.update(grads, optimizer.init(params), params)
+
+
+def test_keys_in_another_order_are_refused_or_sorted():
+    """A gradient is not taken for that of another parameter."""
+    params, optimizer = {"a": torch.ones(3), "b": torch.ones(3)}, sgd(0.1, 0.9)
+    grads = {"b": torch.full((3,), 2.0), "a": torch.zeros(3)}
+    state = optimizer.init(params)
+    state["momentum"] = {"b": torch.full((3,), 4.0), "a": torch.zeros(3)}
+    with pytest.raises(ValueError, match="structure of params"):
+        optimizer.update(grads, state, params)
+    new, after = optimizer.update({n: grads[n] for n in "ab"}, state, params)
+    assert new["a"].tolist() == [1.0] * 3 and after["momentum"]["b"].tolist() == pytest.approx([5.6] * 3)

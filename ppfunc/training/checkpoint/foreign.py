@@ -306,19 +306,15 @@ class _Dictionary(dict[Any, Any]):
         super().__setitem__(key, value)
 
 
-def _begin_dictionary(unpickler: Any) -> None:
-    unpickler.stack.append(_Dictionary())
-
-
 class _Unpickler(pickle._Unpickler):
     """Reads a pickle in Python, where keys are checked before they are hashed; sets are not read."""
 
-    dispatch: ClassVar = {
+    dispatch: ClassVar[dict[int, Any]] = {
         code: load
         for code, load in pickle._Unpickler.dispatch.items()
         if code not in (pickle.DICT[0], pickle.ADDITEMS[0], pickle.FROZENSET[0], pickle.BYTEARRAY8[0])
     }
-    dispatch[pickle.EMPTY_DICT[0]] = _begin_dictionary
+    dispatch[pickle.EMPTY_DICT[0]] = lambda unpickler: unpickler.stack.append(_Dictionary())
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a stand-in for a class that the pickle names; raise for a name that DCP does not write."""

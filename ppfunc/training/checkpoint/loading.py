@@ -345,15 +345,12 @@ def _require_fit(
 
 
 def _require_whole(where: str, wanted: Iterable[str], missing: Collection[str]) -> None:
-    """Raise ValueError for an optimizer of which only a part is loaded: its count belongs to its moments.
-
-    A state of a rate (``rate``) may begin anew beside them.
-    """
+    """Raise ValueError for an optimizer of which only a part is loaded: its count belongs to its moments."""
     counts = [name.removesuffix("updates") for name in wanted if re.fullmatch(_COUNT, name)]
     lacking, taken = dict[str, list[str]](), dict[str, str]()
     for name in wanted if missing and counts else ():
         state = max((count for count in counts if name.startswith(count)), key=len, default="")
-        if name in missing and state and not name.startswith(f"{state}rate."):
+        if name in missing and state:
             lacking.setdefault(state, []).append(name)
         elif name not in missing:
             taken.setdefault(state, name)

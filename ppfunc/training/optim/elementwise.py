@@ -64,8 +64,10 @@ def plan_of(
         ValueError: gradients or state that do not match the parameters; names the leaf.
     """
     (wanted, structure), (gradients, of_grads) = flatten(params, "params"), flatten(grads, "grads")
-    require_match("grads", gradients, of_grads, wanted, structure)
-    columns = {name: state_column(name, state[name], wanted, structure) for name in names}
+    if of_grads != structure:  # in the same order of keys
+        raise ValueError(f"grads must have the structure of params, got {of_grads} and expected {structure}")
+    leaves_for("grads", grads, wanted, structure, all_have=True)
+    columns = {name: leaves_for(name, state[name], wanted, structure, all_have=False) for name in names}
     state = {**state, **{name: structure.unflatten(each) for name, each in columns.items()}}  # in their order
     trained = tuple(n for n, p in enumerate(wanted) if differentiable(p.dtype))
     groups: dict[tuple[torch.device, torch.dtype, float], list[int]] = {}
@@ -88,45 +90,33 @@ def plan_of(
     return plan, [tuple(leaves) for leaves, _ in pairs]
 
 
-def state_column(
-    name: str, tree: Tree, params: Sequence[torch.Tensor], treedef: PyTreeSpec
-) -> list[torch.Tensor | None]:
-    """Return the leaf of each parameter in a tree of the state.
+def leaves_for(
+    name: str, tree: Tree, params: Sequence[torch.Tensor], treedef: PyTreeSpec, *, all_have: bool
+) -> list[Any]:
+    """Return the leaf of each parameter in a tree like the parameters.
 
-    Parameters that do not train have None.
+    Args:
+        all_have: parameters that do not train have leaves too, as gradients; else they have None.
 
     Raises:
-        ValueError: a leaf that does not match its parameter.
+        ValueError: another structure, or a leaf that does not match its parameter.
     """
     try:
         column: list[Any] = treedef.flatten_up_to(tree)
     except ValueError as error:
         raise ValueError(f"{name} must have the structure of params: {error}") from error
     for n, (p, leaf) in enumerate(zip(params, column, strict=True)):
-        expected = f"{p.dtype}{list(p.shape)} on {p.device}" if differentiable(p.dtype) else "nothing"
-        got = "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)} on {leaf.device}"
+        got, expected = map(_described, (leaf, p if all_have or differentiable(p.dtype) else None))
         if got != expected:
             path = tree_paths(treedef, name)[n]
             raise ValueError(f"{path} must match its parameter: got {got}, expected {expected}")
     return column
 
 
-def require_match(
-    name: str,
-    got: Sequence[torch.Tensor],
-    structure: PyTreeSpec,
-    wanted: Sequence[torch.Tensor],
-    expected: PyTreeSpec,
-) -> None:
-    """Raise ValueError unless a tree has the structure, shapes, dtypes and devices of the parameters."""
-    if structure != expected:
-        raise ValueError(f"{name} must have the structure of params, got {structure} and expected {expected}")
-    for n, (g, p) in enumerate(zip(got, wanted, strict=True)):
-        if g.shape != p.shape or g.dtype != p.dtype or g.device != p.device:
-            raise ValueError(
-                f"{tree_paths(expected, name)[n]} must match its parameter: got {g.dtype}{list(g.shape)} "
-                f"on {g.device}, expected {p.dtype}{list(p.shape)} on {p.device}"
-            )
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{leaf.dtype}{list(leaf.shape)} on {leaf.device}"
+    return "nothing" if leaf is None else f"a {type(leaf).__name__}"
 
 
 def for_kernels(plan: LeafPlan, leaves: Leaves) -> Leaves:
@@ -216,8 +206,12 @@ def optimizer_of(
 
     write()  # raises for a rate that is none
     compute = pure if kernel is None else partial(_by_kernel, kernel, donate)
-    decays_of = partial(_decays_of, mask, weight_decay)
-    made = _Updates(write, states, pure, compute, lr, decays_of, kernel is not None, donate)
+
+    def decays_of(params: Tree) -> list[float]:
+        decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
+        return [weight_decay if decays else 0.0 for decays in decaying]
+
+    made = _Updates(write, states, pure, compute, lr, decays_of, kernel is not None)
     init, update = naming_arguments(made.init), naming_arguments(made.update)
     return Optimizer(
         init, update, text=write, elementwise=True, rate=made.rate_since, on_leaves=(update, made.prepare)
@@ -239,7 +233,6 @@ class _Updates:
     rate: LearningRate
     decays_of: Callable[[Tree], list[float]]
     complex: bool
-    donate: bool
     last: LeafPlan | None = None
 
     def init(self, params: Tree) -> dict[str, Tree]:
@@ -305,11 +298,6 @@ class _Updates:
         made = 1 if found_inf is None else (found_inf <= 0).to(count.device)
         new = new if n == len(params) else filled(params, plan.trained, new)
         return new, [count + made, *chain(*after)]
-
-
-def _decays_of(mask: Mask | None, weight_decay: float, params: Tree) -> list[float]:
-    decaying = masked_leaves(True if mask is None else mask, Signature.of(params))
-    return [weight_decay if decays else 0.0 for decays in decaying]
 
 
 def _by_kernel(

@@ -302,16 +302,8 @@ class Reducer:
 
     @torch.no_grad()
     def add(self, gradients: Leaves, numbers: Numbers, microbatch: int, fresh: bool = False) -> None:
-        """Add gradients of one microbatch, of the leaves of these numbers; the first of a step are copied.
-
-        Raises:
-            RuntimeError: while a sum over ranks is under way.
-            ValueError: another number of gradients than of leaves.
-        """
-        if self._waits is not None:
-            raise RuntimeError("gradients came while a reduction is under way: wait for it first")
-        if len(gradients) != len(numbers):
-            raise ValueError(f"got {len(gradients)} gradients, expected {len(numbers)}, one per leaf")
+        """Add gradients of one microbatch, of the leaves of these numbers; the first of a step are copied."""
+        assert self._waits is None  # of the sum over ranks, which a schedule places behind
         if self._fixed.intersection(numbers):
             pairs = [(g, n) for g, n in zip(gradients, numbers, strict=True) if n not in self._fixed]
             gradients, numbers = tuple(g for g, _ in pairs), tuple(n for _, n in pairs)
@@ -349,13 +341,7 @@ class Reducer:
         return tuple(view.detach() if dim is None else view.flatten(dim, dim + 1) for view, dim in pairs)
 
     def launch(self) -> None:
-        """Begin to add up over ranks, bucket after bucket; returns at once. All ranks launch in one order.
-
-        Raises:
-            RuntimeError: a reduction is under way already.
-        """
-        if self._waits is not None:
-            raise RuntimeError("a reduction is under way already: wait for it first")
+        """Begin to add up over ranks, bucket after bucket; returns at once. All ranks launch in one order."""
         if self._sums:
             sums, self._sums = self._sums, ()
             self._begun.clear()
@@ -377,12 +363,8 @@ class Reducer:
 
         Returns:
             One per leaf, or this rank's part of it, in the dtype in which they were added up.
-
-        Raises:
-            RuntimeError: no reduction is under way.
         """
-        if self._waits is None:
-            raise RuntimeError("no reduction is under way: launch one first")
+        assert self._waits is not None
         for wait in self._waits:
             wait()
         self._waits = None
