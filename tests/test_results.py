@@ -167,6 +167,16 @@ def test_a_loss_that_is_no_number_is_returned_where_its_weight_is_zero():
     )
 
 
+def test_a_scalar_that_a_stage_holds_is_not_handed_out():
+    held = torch.ones(())
+    stage = lambda w, x, state: pp.Output(x * w, state={"s": held})  # noqa: E731
+    step = pp.value_and_grad([stage], squared, pp.gpipe(1, 1), has_aux=True)
+    for _ in range(2):
+        found = step({0: torch.ones(())}, torch.ones(2), torch.zeros(2), state={0: {"s": torch.zeros(())}})
+        assert found.aux.state[0]["s"] == 1
+        found.aux.state[0]["s"].zero_()
+
+
 def test_losses_of_an_ensemble_keep_their_shape():
     schedule = pp.one_f_one_b(2, 4)
     params, inputs, targets = problem(schedule, leaves="wb")

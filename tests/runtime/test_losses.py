@@ -249,6 +249,15 @@ def test_what_is_not_finite_and_counts_is_named_beside_what_does_not_count():
         step(params, x, target)
 
 
+def test_a_weight_of_0_that_a_transform_hides_leaves_out_a_loss_that_is_no_number():
+    weights = torch.tensor([[1.0, 0.0], [0.5, 0.0]], dtype=torch.float64)
+    step = pp.evaluate([lambda w, x: w * x], masked, pp.gpipe(1, 2), engine=pp.engines.functional)
+    counts = torch.ones(2, 1, dtype=torch.float64)
+    given = {0: torch.tensor(2.0)}, torch.tensor([[1.0], [torch.nan]]), (torch.zeros(2, 1), counts)
+    losses = torch.func.vmap(lambda w: step(*given, loss_weights=w))(weights)
+    assert losses.isfinite().all() and losses[0] == 2 * losses[1] > 0
+
+
 def test_other_derivatives_leave_out_what_counts_nothing():
     plain = lambda p, x: torch.tanh(x * p["w"])  # noqa: E731
     params, (x, target, weights) = {s: {"w": normal(4, seed=s)} for s in range(2)}, empty_batch()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import ppfunc as pp
+from ppfunc.runtime.ports.protocols import Collective
 from ppfunc.stage.tree import tree_map
 from tests.models import mlp, mlp_params, normal, squared
 from tests.network.simulated import Simulated
@@ -81,6 +82,15 @@ def test_the_gradient_is_the_sum_over_places_and_the_same_at_each(name):
     assert close(grads, wanted)
     assert torch.equal(grads[0]["table"]["weight"], grads[3]["head"])
     assert grads[0]["table"]["weight"].data_ptr() != grads[3]["head"].data_ptr()
+
+
+def test_gradients_of_frozen_places_are_not_exchanged(monkeypatch):
+    exchanged, (params, tokens, targets) = [], problem()
+    monkeypatch.setattr(Collective, "all_reduce_in_order", lambda _, rows, owners: exchanged.append(rows))
+    frozen = {0: {"table": False, "block": True}, 3: {"head": False, "block": True}}
+    step = pp.value_and_grad(stages_of(4), squared, SCHEDULES["1f1b"](4), tied=TIED, trainable=frozen)
+    _, grads = step(params, tokens, targets)
+    assert not exchanged and not grads[0]["table"]["weight"].any() and not grads[3]["head"].any()
 
 
 def in_processes(rank, ranks, name):

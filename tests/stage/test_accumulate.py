@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import ppfunc as pp
 from ppfunc.stage import graph
 from ppfunc.stage._torch import storage
 from ppfunc.stage.engines.tracing import cut
@@ -243,3 +244,9 @@ def test_which_gradients_are_fresh():
     assert not graph(
         lambda k, x: x @ k, (torch.randn(4, 4), torch.randn(4, 4)), compile=True
     ).flat.backward.fresh
+
+
+def test_both_biases_of_a_recurrent_layer_have_one_gradient():
+    stage, params, _ = pp.stage_from_module(torch.nn.LSTM(4, 4))
+    flat = graph(lambda p, x: stage(p, x)[0], (params, torch.randn(3, 2, 4))).flat
+    assert not any("bias" in name for n, name in enumerate(sorted(params)) if n in fresh_of(flat.backward))

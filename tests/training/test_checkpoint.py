@@ -919,7 +919,9 @@ def test_boxes_that_tile_are_told_from_others(data):
         count[box.within(Box.of_whole(shape))] += 1
     assert bool((count == 1).all())
     n = data.draw(st.integers(0, len(boxes) - 1))
-    for wrong in (boxes[:n] + boxes[n + 1 :], [*boxes, boxes[n]]):
+    alike = [k for k, box in enumerate(boxes) if box.shape == boxes[n].shape and k != n]
+    twice = [[*boxes[:k], boxes[n], *boxes[k + 1 :]] for k in alike]  # as many elements as there are
+    for wrong in (boxes[:n] + boxes[n + 1 :], [*boxes, boxes[n]], *twice):
         with pytest.raises(ValueError, match="expected parts that hold each element once"):
             require_tiled(wrong, shape, "x")
 

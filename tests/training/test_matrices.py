@@ -1,10 +1,13 @@
 """Matrices in parts over two axes are put together, each on one rank of all, and come back."""
 
 from threading import Barrier, Thread
+from types import SimpleNamespace
 
 import torch
 
-from ppfunc.training.update.ranks import CutMatrices, on_matrices
+from ppfunc.runtime.ports.protocols import Collective
+from ppfunc.stage.layout import MeshLayout
+from ppfunc.training.update.ranks import Cut, CutMatrices, TrainingRanks, on_matrices
 from tests.models import normal
 
 
@@ -51,3 +54,16 @@ def test_ranks_deal_alike_where_parts_differ_in_size():
         got = results[t, d]
         torch.testing.assert_close(got[0], want[0].split(3)[t].split(2, 1)[d])
         torch.testing.assert_close(got[1], want[1].split(5)[d])
+
+
+def test_of_rows_that_two_axes_cut_each_joins_those_of_its_part():
+    """Of five rows, the first tensor parallel rank has three, of which the first data rank has two."""
+    axes = ("tp", "dp")
+    cut = Cut(None, 0, None, MeshLayout(axes, (2, 2), ("S(0)", "S(0)"), (5, 4)), None, False)
+    ranks = SimpleNamespace(
+        cutting=dict.fromkeys(axes, Collective(2, 0)), mesh=SimpleNamespace(mesh_dim_names=axes)
+    )
+    joined = TrainingRanks.cut_matrices(ranks, [cut])
+    assert [(one.axis, one.cuts, one.sizes) for one in joined] == [
+        ("dp", {0: (0, 3)}, {0: 20}), ("tp", {0: (0, 5)}, {0: 20}),
+    ]  # fmt: skip

@@ -21,7 +21,7 @@ from ppfunc.training.optim import (
 )
 from ppfunc.training.optim.optimizer import skipping
 from ppfunc.training.update.buckets import shard
-from ppfunc.training.update.precision import overflow
+from ppfunc.training.update.precision import cast, overflow
 from tests.models import same_bits
 from tests.training.world import Reads
 
@@ -235,15 +235,16 @@ SKIPPING = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("name", SKIPPING)
-def test_nothing_changes_where_gradients_overflow(name, donate):
+def test_nothing_changes_where_gradients_overflow(name, donate, dtype):
     """On the first step too, of which torch's SGD and Adam make much."""
     plain, skips, one = SKIPPING[name](False), SKIPPING[name](donate), torch.tensor(1.0)
-    expected, params = tree(), tree()
+    expected, params = cast(tree(), dtype), cast(tree(), dtype)
     states = plain.init(expected), skips.init(params)
     for step, bad in enumerate((True, False, True, True, False, False)):
-        grads = gradients(step)
+        grads = cast(gradients(step), dtype)
         given = overflowing(grads) if bad else grads
         before, kept = everything(params, states[1]), [g.clone() for g in leaves(given)]
         params, after = skips.update(given, states[1], params, found_inf=one if bad else 1 - one)

@@ -374,7 +374,7 @@ class Owned:
             return tensor
         here = address(tensor)
         whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-        # A scalar may be the weight of the microbatch itself, which later steps use again.
+        # A scalar may be one that the stage holds, for later steps too.
         if tensor._is_view() or not whole or here in self._taken or tensor.ndim == 0:
             return tensor.clone()
         self._taken.add(here)
