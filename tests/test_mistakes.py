@@ -70,6 +70,7 @@ MISTAKES = {
     "n_microbatches": (lambda: pp.gpipe(2, n_microbatches=4), "did you mean 'microbatches'?; it takes ranks"),
     "a rise": (lambda: pp.optim.warmup_cosine(1.0, warmup_steps=1, steps=2), "did you mean 'warmup'?"),
     "measure": (lambda: pp.measure(SPLIT), "it takes stages, params, example, loss_fn, targets"),
+    "a shape without x": (lambda: pp.eval_shape(dense, PARAMS[0]), "got 1 arguments of a stage, expected"),
     "init": (lambda: TRAINER.init(), "it takes params, state"),
     "lower": (lambda: TRAINER.lower(), "it takes params, inputs, targets, state, extras"),
     "target": (lambda: STEP(PARAMS, INPUTS, target=TARGETS), "did you mean 'targets'?; it takes params"),

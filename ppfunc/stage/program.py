@@ -47,7 +47,14 @@ class Example:
 
         The stage computes on ``device``, by default that of the first tensor of the example with values, else
         on the CPU.
+
+        Raises:
+            TypeError: no parameters, or no ``x``.
         """
+        if len(example) < 2:
+            raise TypeError(
+                f"got {len(example)} arguments of a stage, expected params, x, and then its extras"
+            )
         signatures = [
             Signature.of(tree, name)
             for tree, name in zip(example, _names(len(example), targeted), strict=True)
