@@ -195,7 +195,9 @@ def test_an_error_inside_a_step_says_where_it_was():
 
 MADE = {
     **dict.fromkeys(["microbatches", "schedule"], "every rank must make the same schedule"),
-    **dict.fromkeys(["call", "apart", "loss shape", "order"], "every rank must make the same step functions"),
+    **dict.fromkeys(
+        ["call", "apart", "loss", "loss shape", "order"], "every rank must make the same step functions"
+    ),
     "weights": "every rank must be given the same loss_weights",
 }
 
@@ -209,13 +211,15 @@ def disagree(rank, ranks):
         m = 8 if kind != "microbatches" or rank == 0 else 16
         schedule = pp.one_f_one_b(ranks, m) if kind == "schedule" and rank else pp.gpipe(ranks, m)
         params, inputs, targets = problem(ranks, m)
-        make = pp.evaluate if kind == "call" and rank else pp.value_and_grad
+        make = pp.evaluate if (kind == "call" and rank) or kind == "loss" else pp.value_and_grad
+        loss_fn = None if kind == "loss" and rank == 0 else squared
+        more = {"return_outputs": True} if kind == "loss" else {}
         with pp.P2P(timeout=60) as transport:
-            made = partial(make, [dense] * ranks, squared, schedule, transport)
+            made = partial(make, [dense] * ranks, loss_fn, schedule, transport, **more)
             step = made(**(odd.get(kind, {}) if rank else {}))
             if kind == "order" and rank == 0:  # it calls its second, the other its first
                 step = made()
-            told[kind] = caught(step, {rank: params[rank]}, inputs, targets)
+            told[kind] = caught(step, {rank: params[rank]}, inputs, None if loss_fn is None else targets)
     return told
 
 

@@ -144,21 +144,6 @@ def test_a_step_function_that_one_rank_could_not_make_ends_the_transport(two, so
             assert seconds < soon
 
 
-def with_and_without_a_loss(rank, ranks):
-    params, inputs, targets = problem(ranks, 4)
-    loss_fn = None if rank == 0 else squared
-    with pp.P2P(timeout=60) as transport:
-        judge = pp.evaluate([dense] * ranks, loss_fn, pp.gpipe(ranks, 4), transport, return_outputs=True)
-        return caught(judge, {rank: params[rank]}, inputs, None if rank == 0 else targets)
-
-
-def test_a_loss_on_some_ranks_only_is_told(two, soon):
-    for name, text, seconds in two(with_and_without_a_loss):
-        assert name == "AgreementError"
-        assert "evaluate of outputs" in text and "evaluate of loss and outputs" in text
-        assert seconds < soon
-
-
 def keep_the_error(rank, ranks):
     """Rank 1 finds that it differs; its error, which it keeps, must not keep the connection that rank 2 waits
     on.
