@@ -243,6 +243,17 @@ def test_memory_that_is_shared_is_seen_in_the_first_step_and_in_a_later_one(what
     assert all(map(torch.equal, leaves(step(apart, x, x)), leaves(before)))
 
 
+def test_leaves_of_one_stage_share_memory_unless_one_is_tied_and_neighbours_share_none():
+    memory, x = normal(2 * D), normal(3 * M, D)
+    params = {0: {"a": memory[:D], "b": memory[:D]}, 1: {"c": memory[D:]}}
+    stages = [lambda p, x: torch.tanh(x * p["a"] * p["b"]), lambda p, x: x * p["c"]]
+    _, grads = pp.value_and_grad(stages, squared, pp.gpipe(2, M))(params, x, x)
+    assert torch.equal(grads[0]["a"], grads[0]["b"]) and grads[1]["c"].any()
+    params[1]["c"], tied = memory[:D].clone(), {"w": [(0, "a"), (1, "c")]}
+    with pytest.raises(ValueError, match=r"params\[0\] 'a' and params\[0\] 'b' share memory"):
+        pp.value_and_grad(stages, squared, pp.gpipe(2, M), tied=tied)(params, x, x)
+
+
 def test_tangents_may_be_one_tensor_and_parameters_may_not():
     w, x = {s: normal(D, D, seed=s) for s in range(2)}, normal(3 * M, D)
     same, apart = (
