@@ -1,4 +1,6 @@
-"""Read how a model is called: tensors in its arguments are the inputs of a step, the rest is constant."""
+"""Read the tensors of a model, and how it is called: tensors in its arguments are the inputs of a step, the
+rest is constant.
+"""
 
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -10,8 +12,31 @@ from optree import PyTreeSpec, treespec_paths
 
 from ppfunc._checks import require_type, shown
 from ppfunc.stage.constants import by_value, is_known, leaves_and_known, with_constants
+from ppfunc.stage.modules import further_places, is_subclass
 from ppfunc.stage.signature import Unquoted
 from ppfunc.stage.tree import filled, tree_flatten, tree_map
+
+
+class Tensors(NamedTuple):
+    """Hold the tensors of a model, each once.
+
+    Args:
+        params: the parameters, by the first name of each.
+        buffers: the buffers likewise.
+        places: further names, of tied tensors, each with the first one.
+    """
+
+    params: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+    places: Mapping[str, str]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> Self:
+        """Collect the tensors of the model as they are now."""
+        params = {name: p for name, p in model.named_parameters() if not is_subclass(p)}
+        known = set(map(id, params.values()))
+        buffers = {name: b for name, b in model.named_buffers() if id(b) not in known}
+        return cls(params, buffers, further_places(model, {*params, *buffers}))
 
 
 class LeafForm(NamedTuple):

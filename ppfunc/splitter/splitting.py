@@ -11,13 +11,13 @@ from torch import nn
 from ppfunc._checks import naming_arguments, require_type, shown
 from ppfunc.parallel.partition import Partition, partition_balanced
 from ppfunc.schedule.collector import collector_paused
+from ppfunc.stage._torch import storage
 from ppfunc.stage.modules import is_subclass, require_usable
 
-from .call import CallForm, Constants, LeafForm
+from .call import CallForm, Constants, LeafForm, Tensors
 from .cut import Source
-from .trace import PIPE_SPLIT, Tensors, Trace, trace
+from .trace import PIPE_SPLIT, Trace, trace
 from .value import Split, make_stage
-from .weights import overlapping
 
 _NEAR = 1.2  # a heaviest stage of so much more than the least is near enough, if cutting deeper is not needed
 
@@ -161,12 +161,35 @@ def _require_module(model: Any) -> None:
                 f"{name}: got a {type(tensor).__name__} that is trained, expected a plain tensor or a"
                 " DTensor; freeze it, requires_grad_(False), or split the model before it is quantised"
             )
-    if (pair := overlapping(dict(model.named_parameters()))) is not None:
+    if (pair := _overlapping(dict(model.named_parameters()))) is not None:
         one, other = pair
         raise ValueError(
             f"{one} and {other} are two parameters that share memory; tie them as one, {other} = {one}, or"
             " clone one of them"
         )
+
+
+def _overlapping(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Find two names of tensors that share memory.
+
+    Returns:
+        The names; None where no two tensors do.
+    """
+    spans: dict[int | None, list[tuple[Any, Any, str]]] = {}  # first and last byte
+    for name, t in tensors.items():
+        if t.numel():
+            start = int(t.storage_offset()) * t.itemsize
+            end = (
+                start
+                + int(sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True)) + 1)
+                * t.itemsize
+            )
+            spans.setdefault(storage(t), []).append((start, end, name))
+    for sharing in spans.values():
+        for (_, end, one), (start, _, other) in pairwise(sorted(sharing)):
+            if start < end:
+                return one, other
+    return None
 
 
 def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import unwrap
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from optree import PyTreeSpec
@@ -29,12 +29,12 @@ from ppfunc.stage.abstract.evaluation import (
 from ppfunc.stage.constants import with_tensors, without_constants
 from ppfunc.stage.errors import line_of, meant
 from ppfunc.stage.layout import LAY_OTHERWISE, distributed, layout_of, local
-from ppfunc.stage.modules import further_places, is_subclass, unmodified
+from ppfunc.stage.modules import unmodified
 from ppfunc.stage.process import process_lock, without_foreign_draws
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten
 
-from .call import CallForm, LeafForm
+from .call import CallForm, LeafForm, Tensors
 from .record import (
     BY_HAND,
     MODEL,
@@ -71,28 +71,6 @@ class Trace(NamedTuple):
     replaced: Mapping[str, Node]
     frozen: frozenset[str]
     starts: Mapping[str, int]
-
-
-class Tensors(NamedTuple):
-    """Hold the tensors of a model, each once.
-
-    Args:
-        params: the parameters, by the first name of each.
-        buffers: the buffers likewise.
-        places: further names, of tied tensors, each with the first one.
-    """
-
-    params: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    places: Mapping[str, str]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Self:
-        """Collect the tensors of the model as they are now."""
-        params = {name: p for name, p in model.named_parameters() if not is_subclass(p)}
-        known = set(map(id, params.values()))
-        buffers = {name: b for name, b in model.named_buffers() if id(b) not in known}
-        return cls(params, buffers, further_places(model, {*params, *buffers}))
 
 
 def trace(
