@@ -909,6 +909,16 @@ def cut(box: Box, draw) -> list[Box]:
     return cut(first, draw) + cut(Box(offset, shape), draw)
 
 
+def test_boxes_that_overlap_beside_a_gap_are_refused():
+    """There are as many elements as the tensor has."""
+    for boxes, shape in (
+        ([Box((0,), (2,)), Box((1,), (2,))], (4,)),
+        ([Box((0, 0), (2, 1)), Box((1, 0), (1, 2))], (2, 2)),
+    ):
+        with pytest.raises(ValueError, match="expected parts that hold each element once"):
+            require_tiled(boxes, shape, "x")
+
+
 @given(st.data())
 def test_boxes_that_tile_are_told_from_others(data):
     shape = tuple(data.draw(st.lists(st.integers(1, 5), max_size=3)))

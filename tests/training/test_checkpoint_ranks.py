@@ -417,9 +417,9 @@ def test_a_handler_that_saves_within_a_step_is_refused(two, tmp_path, told):
 
 
 def one_is_slow(rank, size, root):
-    patch, fsync = pytest.MonkeyPatch(), os.fsync
+    patch, fsync, seconds = pytest.MonkeyPatch(), os.fsync, iter([2.5])
     if rank:
-        patch.setattr(os, "fsync", lambda file: (time.sleep(2.5), fsync(file)))
+        patch.setattr(os, "fsync", lambda file: (time.sleep(next(seconds, 0)), fsync(file)))
     try:
         pp.checkpoint.save(root, {"step": 1, "own": {rank: torch.ones(50)}})
     finally:
