@@ -9,7 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppfunc as pp
-from ppfunc.stage.abstract.outline import WithoutCudnn
+from ppfunc.stage.abstract.evaluation import without_values
+from ppfunc.stage.abstract.purity import WithoutCudnn
+from ppfunc.stage.engines.tracing.joint import Record
 from tests.models import normal, squared
 
 
@@ -68,3 +70,13 @@ def test_the_layer_alone_runs_without_cudnn(kind: type[nn.RNNBase]) -> None:
         net(torch.zeros(2, 4))
         torch.cos(torch.zeros(2))
     assert ("cos", True) in seen and ("addmm", True) in seen and not all(enabled for _, enabled in seen)
+
+
+def test_the_lines_of_a_stage_with_such_a_layer_are_known() -> None:
+    """Where a stage ends was taken to be at the mode, above which no line and no module was looked for."""
+    with without_values():
+        x, record = torch.zeros(2), Record("the stage")
+        record.place(x, "x")
+        with record, WithoutCudnn():
+            torch.cos(x)
+    assert [node.meta["place"] for node in record.graph.nodes if __file__ in node.meta.get("place", "")]

@@ -60,7 +60,7 @@ from .evaluation import (
     stand_ins,
     without_values,
 )
-from .purity import LogicalDraws, Purity
+from .purity import LogicalDraws, Purity, WithoutCudnn
 
 
 class SeenFunctions(torch.overrides.TorchFunctionMode):
@@ -314,7 +314,6 @@ def _own_histories(ahead: list[Any]) -> Iterator[Any]:
 # -- a stage as a function of its differentiable leaves, for every engine
 
 _outline_of = outline  # which an argument of an engine hides
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
@@ -465,23 +464,6 @@ class DifferentiableStage:
                 f"its output depends on values in structure or shape: got {got}, expected {want}",
                 "return the same shapes for every microbatch, by padding for instance",
             )
-
-
-class WithoutCudnn(torch.overrides.TorchFunctionMode):
-    """Compute recurrent layers, and nothing else, by torch's own kernels.
-
-    The derivatives of cuDNN's cannot be traced. ``torch.func`` does not take those of LSTM and GRU either:
-    the functional engine refuses such stages.
-    """
-
-    looks_on = True  # at operators other than these, which are not traced otherwise
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        recurrent = getattr(func, "__name__", None) in _RECURRENT
-        with torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():
-            return func(*args, **(kwargs or {}))
 
 
 # -- the program of a stage, for ranks to compare

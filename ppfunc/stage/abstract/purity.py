@@ -4,7 +4,8 @@ gradients, and collectives through which a gradient would flow wrongly.
 
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -43,6 +44,26 @@ class LogicalDraws(TorchDispatchMode):
             )
             return args[0].copy_(drawn)
         return func(*args, **kwargs)
+
+
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+
+
+class WithoutCudnn(torch.overrides.TorchFunctionMode):
+    """Compute recurrent layers, and nothing else, by torch's own kernels.
+
+    The derivatives of cuDNN's cannot be traced. ``torch.func`` does not take those of LSTM and GRU either:
+    the functional engine refuses such stages.
+    """
+
+    looks_on = True  # at operators other than these, which are not traced otherwise
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        recurrent = getattr(func, "__name__", None) in _RECURRENT
+        with torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 class Purity(LogicalDraws):
