@@ -183,19 +183,14 @@ def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bo
     """
     require_type("weights", weights, Sized, "a list of numbers, one per layer; the order is weights, stages")
     require_counts(stages=stages)
+    prefix = list(accumulate(_exact(weights), initial=0))
     if len(weights) <= stages:
-        exact_weights(weights)
         return partition_uniform(len(weights), stages, allow_empty=allow_empty)
-    prefix = list(accumulate(exact_weights(weights), initial=0))
-    return Partition(tuple(_even_cuts(prefix, stages, least_maximum(prefix, stages))))
+    return Partition(tuple(_even_cuts(prefix, stages, _least_maximum(prefix, stages))))
 
 
-def exact_weights(weights: Sequence[float]) -> list[int]:
-    """Scale weights to whole numbers in one common unit, so that sums of them are exact.
-
-    >>> exact_weights([0.5, 2, 0.25])
-    [2, 8, 1]
-    """
+def _exact(weights: Sequence[float]) -> list[int]:
+    """Scale weights to whole numbers in one common unit, so that sums of them are exact."""
     for layer, weight in enumerate(weights):
         if not isinstance(weight, (int, float, Fraction)) or not math.isfinite(weight) or weight < 0:
             raise ValueError(f"the weight of layer {layer} is a finite number, zero or more; got {weight!r}")
@@ -204,7 +199,7 @@ def exact_weights(weights: Sequence[float]) -> list[int]:
     return [fraction.numerator * (unit // fraction.denominator) for fraction in fractions]
 
 
-def least_maximum(prefix: Sequence[int], stages: int) -> int:
+def _least_maximum(prefix: Sequence[int], stages: int) -> int:
     """Find the least load of the heaviest stage, over all cuts of the layers into at most ``stages`` stages.
 
     Args:
