@@ -160,7 +160,7 @@ E3: an overflow anywhere: training/trainer/test_agreement.py::test_an_overflow_o
 E4: an overflow on several devices: training/trainer/test_agreement.py::test_an_overflow_of_one_rank_of_any_axis_skips_the_update_on_all training/trainer/test_agreement.py::test_a_failure_in_one_pipeline_fails_all_and_an_overflow_skips_all
 E5: partitions and counts of parameters: test_layers_are_cut_by_counts_of_parameters
 E6: equal numbers of layers: parallel/test_partition.py::test_uniform_chunks parallel/test_partition.py::test_empty_stages_have_to_be_asked_for
-E7: balanced weights: parallel/test_partition.py::test_optimal_for_all_small_problems parallel/test_partition.py::test_balanced_chunks_have_the_least_maximum test_layers_are_cut_by_counts_of_parameters
+E7: balanced weights: parallel/test_partition.py::test_optimal_for_any_weights parallel/test_partition.py::test_balanced_chunks_have_the_least_maximum test_layers_are_cut_by_counts_of_parameters
 E8: a model of layers: test_layers_are_cut_by_counts_of_parameters stage/test_layers.py::test_stages_one_after_the_other_are_the_layers
 E9: gradients of shared modules: runtime/test_ties.py::test_in_four_processes
 E10: what is shared: runtime/test_ties.py::test_what_cannot_be_tied_is_refused_by_name runtime/test_ties.py::test_ranks_tie_the_same
