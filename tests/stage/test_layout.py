@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ppfunc as pp
 from ppfunc.runtime.values.arguments import form_of, same_form
 from ppfunc.stage import LeafSignature, Signature, graph, stage_from_module
+from ppfunc.stage._torch import part_of
 from ppfunc.stage.layout import (
     MeshLayout,
     cut_by,
@@ -60,6 +61,14 @@ def test_a_tensor_lies_on_its_own_mesh_not_on_an_equal_one(rank_of):
     for mesh in meshes:
         t = DTensor.from_local(torch.zeros(2), mesh, [Shard(0)])
         assert distributed(local(t), layout_of(t)).device_mesh is mesh
+
+
+def test_the_part_of_a_tensor_that_is_under_way_has_come(rank_of):
+    _, tp = rank_of(0)
+    t = DTensor.from_local(torch.zeros(2), tp, [Shard(0)]).redistribute(
+        placements=[Replicate()], async_op=True
+    )
+    assert type(part_of(t)) is not torch.Tensor and type(local(t)) is torch.Tensor
 
 
 def test_a_layout_is_a_value(rank_of):
