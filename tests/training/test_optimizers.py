@@ -147,6 +147,20 @@ def test_updates_of_shards_are_those_of_the_whole(make, dtype, data):
             torch.testing.assert_close(joined, p, rtol=8 * eps, atol=8 * eps)
 
 
+def test_mixed_dtypes_and_integer_leaves():
+    params = {"half": torch.ones(3, dtype=torch.bfloat16), "full": torch.ones(3), "ids": torch.arange(3)}
+    grads = {"half": torch.ones(3, dtype=torch.bfloat16), "full": torch.ones(3), "ids": torch.zeros(3)}
+    grads["ids"] = torch.zeros_like(params["ids"])
+    optimizer = adamw(0.25, weight_decay=0.0)
+    state = optimizer.init(params)
+    assert state["mean"]["ids"] is None and state["mean"]["half"].dtype == torch.bfloat16
+    new, state = optimizer.update(grads, state, params)
+    assert new["ids"] is params["ids"]
+    assert new["half"].dtype == torch.bfloat16
+    torch.testing.assert_close(new["half"].float(), torch.full((3,), 0.75))
+    torch.testing.assert_close(new["full"], torch.full((3,), 0.75))
+
+
 def test_complex_leaves_are_pairs_of_reals():
     z = torch.randn(4, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
     optimizer = adamw(0.1)
