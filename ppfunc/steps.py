@@ -85,6 +85,7 @@ def value_and_grad(
     has_aux: bool = False,
     return_losses: bool = False,
     return_outputs: bool = False,
+    return_carry: bool = False,
     per_microbatch: bool = False,
     loss_shape: tuple[int, ...] = (),
     overlapped: Overlapped | None = None,
@@ -132,6 +133,8 @@ def value_and_grad(
         has_aux: whether to return ``aux`` of the loss function, metrics and state too.
         return_losses: whether to return the loss of every microbatch too.
         return_outputs: whether to return the outputs of the last stage too, as :func:`evaluate` does.
+        return_carry: whether to return the last carries of a schedule of slices too, and the gradients of the
+            first.
         per_microbatch: whether to keep the gradients of the microbatches apart instead of adding them up:
             every gradient of a parameter gets a leading axis ``m``.
         loss_shape: shape of the loss of a microbatch, if it is not a scalar, such as the losses of an
@@ -235,7 +238,7 @@ def value_and_grad(
         )
     _require_sums(wanted, per_microbatch, sum_dtype)
     require_one_of("on_nonfinite", on_nonfinite, get_args(_OnNonfinite))
-    more = {"aux": has_aux, "losses": return_losses, "outputs": return_outputs}
+    more = {"aux": has_aux, "losses": return_losses, "outputs": return_outputs, "carry": return_carry}
     wants = ("loss", *("input_grads" if n else "grads" for n in wanted), *_chosen(more))
     spec = StepSpec(
         "value_and_grad", wants, per_microbatch, loss_shape, overlapped, ties, sum_dtype,
@@ -256,6 +259,7 @@ def evaluate(
     *,
     return_outputs: bool = False,
     return_losses: bool = False,
+    return_carry: bool = False,
     engine: Engine | Sequence[Engine] = graph,
     loss_weights: LossWeights = None,
     has_aux: bool = False,
@@ -270,6 +274,7 @@ def evaluate(
         loss_fn: see :func:`value_and_grad`; None to compute outputs or metrics only.
         schedule: any schedule; the backwards of one for training are left out.
         return_outputs: return the outputs of the last stage.
+        return_carry: return the last carries of a schedule of slices.
         engine: makes the forward of a stage, the last with the loss: the same bits as in a training step with
             this engine.
 
@@ -290,7 +295,7 @@ def evaluate(
     tensor([ 6., 12.])
     """
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
-    if loss_fn is None and not return_outputs and not has_aux:
+    if loss_fn is None and not return_outputs and not has_aux and not return_carry:
         raise ValueError(
             "evaluate got neither a loss function nor return_outputs=True; it would return nothing"
         )
@@ -302,6 +307,7 @@ def evaluate(
         "outputs": return_outputs,
         "aux": has_aux,
         "losses": return_losses,
+        "carry": return_carry,
     }
     spec = StepSpec("evaluate", _chosen(results), loss_shape=loss_shape, tied=ties)
     return make_step(
@@ -438,6 +444,10 @@ def make_step(
         raise ValueError(
             f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe"
             " or dualpipev"
+        )
+    if "carry" in spec.wants and schedule.slices == 1:
+        raise ValueError(
+            f"return_carry: got True, and the schedule {schedule.name!r} has no slices; leave it out"
         )
     proved = prove(schedule if training or schedule.forward_only else schedules.forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["costs", "placements", "programs", "schedules"]
 
 _Arguments = tuple[tuple[str, Any], ...]
+_WHOLE = tuple(n for n, build in BUILDERS.items() if "slices" not in inspect.signature(build).parameters)
 
 
 def schedules(
@@ -43,9 +44,9 @@ def schedules(
     """Draw valid schedules of the builders, with every combination of arguments that they accept.
 
     Args:
-        names: names as ``ppfunc list`` prints them; by default all of them.
+        names: names as ``ppfunc list`` prints them; by default all whose microbatches are no slices.
         max_ranks: largest number of ranks.
-        max_microbatches: largest number of microbatches.
+        max_microbatches: largest number of microbatches, slices of all sequences counted.
         max_chunks: largest number of stages per rank, where that is a choice.
         lowered: whether communication is placed; None draws both kinds.
 
@@ -54,7 +55,7 @@ def schedules(
         ImportError: Hypothesis is not installed.
     """
     st = _strategies()
-    chosen = tuple(BUILDERS) if names is None else tuple(names)
+    chosen = _WHOLE if names is None else tuple(names)
     for name in chosen:
         if name not in BUILDERS:
             raise ValueError(f"unknown schedule {name!r}: expected names out of {', '.join(BUILDERS)}")
@@ -176,10 +177,13 @@ def _arguments(name: str, max_ranks: int, max_microbatches: int, max_chunks: int
     choices = {
         "ranks": range(1, max_ranks + 1),
         "microbatches": range(1, max_microbatches + 1),
+        "sequences": range(1, max_microbatches + 1),
+        "slices": range(1, 4),
         "chunks": range(1, max_chunks + 1),
         "group": (None, *range(1, max_microbatches + 1)),
         "order": ("source", "head"),
     }
     taken = [n for n in inspect.signature(BUILDERS[name]).parameters if n in choices]
     candidates = (tuple(zip(taken, values, strict=True)) for values in product(*(choices[n] for n in taken)))
-    return tuple(arguments for arguments in candidates if build(name, **dict(arguments)))
+    made = ((arguments, build(name, **dict(arguments))) for arguments in candidates)
+    return tuple(a for a, schedule in made if schedule and schedule.microbatches <= max_microbatches)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import ppfunc as pp
 from ppfunc.schedule import (
-    BUILDERS,
     Instruction,
     Op,
     Schedule,
@@ -29,6 +28,7 @@ from ppfunc.schedule import (
     split_backward,
 )
 from ppfunc.stage.tree import tree_leaves, tree_map
+from tests.builders import BUILDERS
 from tests.models import (
     attention_block,
     attention_params,

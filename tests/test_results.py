@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, chimera, remove_tail, zero_bubble
+from ppfunc.schedule import chimera, remove_tail, zero_bubble
+from tests.builders import BUILDERS
 from tests.models import affine, problem, same_bits, squared
 
 MORE = {"has_aux": True, "return_losses": True, "return_outputs": True}

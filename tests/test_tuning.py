@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ppfunc as pp
 from ppfunc.tuning import tune as tuning
 from ppfunc.tuning.stages import MICROBATCHES, concurrency_of, rows_of, seconds_of, times_of
+from tests.builders import BUILDERS
 from tests.models import BatchNormed, squared
 
 D, ROWS = 16, 8
@@ -350,7 +351,7 @@ def test_a_row_of_several_pipelines_needs_its_transport(every):
 
 def test_every_schedule_that_trains_has_its_seconds_and_bytes():
     """Also those with replicas, loads and overlapped pairs; none whose microbatches are others."""
-    names = [name for name, build in pp.schedule.BUILDERS.items() if not build(2, 4).forward_only]
+    names = [name for name, build in BUILDERS.items() if not build(2, 4).forward_only]
     options = {"grids": [(2, 1)], "microbatch": [2], "remat": ["none"], "top": 1000}
     found = pp.tune(**arguments(schedules=names, **options))
     assert list(found.refused) == ["data_parallel of 2 ranks"] and len(found.rows) >= len(names) - 4

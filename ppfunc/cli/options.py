@@ -154,6 +154,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     **{key: {"type": _number, "metavar": "X"} for key in ("input_weight", "output_weight")},
     "ranks": {"type": _count, "metavar": "P"},
     "microbatches": {"type": _count, "metavar": "M"},
+    "slices": {"type": _count, "metavar": "K"},
     "chunks": {"type": _count, "metavar": "V"},
     "cap": {"type": _number, "metavar": "K"},
     **{key: {"type": _number, "metavar": "N"} for key in ("effort", "memory")},
@@ -209,6 +210,8 @@ SOURCE = {
     },
     "ranks": "number of ranks",
     "microbatches": "number of microbatches",
+    "sequences": "number of sequences (seq1f1b, seq_zb)",
+    "slices": "slices of a sequence (seq1f1b, seq_zb)",
     "chunks": "stages per rank, where that is a choice",
     "group": "microbatches of a group (interleaved_1f1b)",
     "cap": "memory of a rank in activations (zero_bubble, zbv_greedy)",
@@ -291,12 +294,14 @@ def find_source(
         build = find_builder(name)
     except ValueError as error:
         raise ValueError(f"{error}; and there is no file of this name") from None
-    if missing := [option(n) for n in ("ranks", "microbatches") if n not in options]:
-        raise ValueError(f"{name} needs {' and '.join(missing)}")
     taken = inspect.signature(build).parameters
+    counted = "sequences" if "sequences" in taken else "microbatches"
+    if missing := [option(n) for n in ("ranks", counted) if n not in options]:
+        raise ValueError(f"{name} needs {' and '.join(missing)}")
     chosen = {n: options.pop(n) for n in taken if n in options and n != "costs"}
     chunks = chosen.get("chunks", 2) if "chunks" in taken else 1
-    require_size(chosen["ranks"], chosen["microbatches"], chunks)
+    slices = chosen.get("slices", 2) if "slices" in taken else 1
+    require_size(chosen["ranks"], chosen[counted] * slices, chunks)
     takes_costs = "costs" in taken
     return lambda costs: build(**chosen, **{"costs": costs} if takes_costs else {}), None, takes_costs
 

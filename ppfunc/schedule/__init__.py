@@ -36,6 +36,8 @@ if TYPE_CHECKING:
         interleaved_zb as interleaved_zb,
         looped_bfs as looped_bfs,
         one_f_one_b as one_f_one_b,
+        seq1f1b as seq1f1b,
+        seq_zb as seq_zb,
         v_half as v_half,
         v_min as v_min,
         zb_h1 as zb_h1,
@@ -99,8 +101,8 @@ else:
         {
             "builders": (
                 "BUILDERS chimera data_parallel deepspeed_inference deepspeed_train dualpipe dualpipev"
-                " find_builder gpipe inference interleaved_1f1b interleaved_zb looped_bfs one_f_one_b v_half"
-                " v_min zb_h1 zb_h2 zbv zbv_greedy zero_bubble"
+                " find_builder gpipe inference interleaved_1f1b interleaved_zb looped_bfs one_f_one_b"
+                " seq1f1b seq_zb v_half v_min zb_h1 zb_h2 zbv zbv_greedy zero_bubble"
             ),
             "costs": "Costs",
             "errors": "ScheduleError",

@@ -34,6 +34,7 @@ OF_THE_MODEL = (  # divided where the model is cut into more stages
     "activation",
     "parameters",
 )
+OF_A_STAGE = ("unshard", "reduce_tied", "reduce_grad", "step", "parameters")  # whatever the microbatches
 SENT = ("communication", "bytes", "bandwidth")
 
 
@@ -167,7 +168,8 @@ class Costs:
         """Divide the costs of one rank's share of the model among the stages of ``schedule``.
 
         So schedules with one stage per rank, with several, and with replicas are timed for one model. Times,
-        activations and parameters are shared among the stages of a share; messages stay as they are.
+        activations and parameters are shared among the stages of a share; messages stay as they are. Slices
+        take equal parts of what a microbatch takes, messages too.
 
         Raises:
             ValueError: a value is not one number for all.
@@ -178,14 +180,20 @@ class Costs:
         [2, 1]
         """
         require_schedule(schedule)
-        shared = {name: value for name in OF_THE_MODEL if (value := getattr(self, name)) is not None}
+        cut = ("checkpoint", "bytes") if schedule.slices > 1 else ()
+        shared = {name: value for name in (*OF_THE_MODEL, *cut) if (value := getattr(self, name)) is not None}
         for name, value in shared.items():
             if _stages(value):
                 raise ValueError(
                     f"{name} is {value!r}, expected one number: that of a rank's share of the model"
                 )
         stages = len(set(schedule.model_stages))
-        portions = {name: portion(value, schedule.ranks, stages) for name, value in shared.items()}
+        parts = {
+            name: (1 if name in cut else stages) * (1 if name in OF_A_STAGE else schedule.slices)
+            for name in shared
+        }
+        whole = {name: 1 if name in cut else schedule.ranks for name in shared}
+        portions = {name: portion(value, whole[name], parts[name]) for name, value in shared.items()}
         return replace(self, **portions)
 
     def fitting(self, stages: int) -> Self:

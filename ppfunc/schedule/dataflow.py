@@ -3,7 +3,8 @@
 The output of stage ``s`` for microbatch ``m`` is value ``2 (s M + m)``, the gradient of the loss
 with respect to the stage's input is the next odd number. The message that carries a value to a stage is
 ``value * S + stage``. So the numbers of all microbatches follow from that of microbatch 0, which keeps walks
-over a million instructions cheap.
+over a million instructions cheap. Along a carry, the value of a microbatch is consumed by the next slice of
+the sequence, and its gradient by the slice before: such an input is shifted by a microbatch.
 """
 
 from collections.abc import Iterator
@@ -25,6 +26,22 @@ class EdgeFlow(NamedTuple):
     receive: Op  # kind of the message at its target
     far: int | None  # the peer that the send names, None along a chain
     near: int | None  # the peer that the receive names
+
+
+class Input(NamedTuple):
+    """Name a value that a compute instruction consumes.
+
+    Args:
+        value: number of the value of microbatch 0.
+        origin: stage that makes it.
+        shift: distance from the microbatch of the instruction to the microbatch of the value: -1 for the
+            carry of the slice before, 1 for the gradient of the carry to the slice after, else 0. Only a
+            microbatch that :meth:`Schedule.joins` its neighbour has a shifted input.
+    """
+
+    value: int
+    origin: int
+    shift: int = 0
 
 
 class MessageRoute(NamedTuple):
@@ -71,7 +88,8 @@ class Dataflow:
         """Return the value in words, such as ``the output of stage 2 for microbatch 0``."""
         stage, microbatch = self.place(value)
         kind = "the input gradient" if value % 2 else "the output"
-        return f"{kind} of stage {stage} for microbatch {microbatch}"
+        slice_of = f" (slice {self.schedule.numbered(microbatch)})" if self.schedule.slices > 1 else ""
+        return f"{kind} of stage {stage} for microbatch {microbatch}{slice_of}"
 
     def products(self, instruction: Instruction) -> tuple[int, ...]:
         """Return the values that a compute instruction produces: two for a pair, none for W and RECOMPUTE."""
@@ -84,24 +102,30 @@ class Dataflow:
     def consumed(self, instruction: Instruction) -> tuple[tuple[int, int], ...]:
         """Return the inputs of a compute instruction: value and stage of origin of each."""
         return tuple(
-            (first + 2 * microbatch_of(part), origin)
+            (first + 2 * (microbatch + shift), origin)
             for part in parts_of(instruction)
-            for first, origin in self.needs[part.op, part.stage]
+            for microbatch in (microbatch_of(part),)
+            for first, origin, shift in self.needs[part.op, part.stage]
+            if not shift or self.schedule.joins(microbatch, shift)
         )
 
     @cached_property
-    def needs(self) -> dict[tuple[Op, int], tuple[tuple[int, int], ...]]:
-        """Map ``(op, stage)`` to the inputs for microbatch 0: pairs (value, stage of origin); skips last."""
+    def needs(self) -> dict[tuple[Op, int], tuple[Input, ...]]:
+        """Map ``(op, stage)`` to the inputs: those along the chain first, then skips, then carries."""
         stages = range(self.schedule.stages)
-        makers: dict[tuple[int, int], list[int]] = {(OWN, stage): [stage] for stage in stages}
-        for a, b in self.schedule.edges:
-            makers.setdefault((BEFORE, b), []).append(a)
-            makers.setdefault((AFTER, a), []).append(b)
+        makers: dict[tuple[int, int], list[tuple[int, int]]] = {
+            (OWN, stage): [(stage, 0)] for stage in stages
+        }
+        carries = [(stage, stage) for stage in stages] if self.schedule.slices > 1 else []
+        for shift, edges in ((0, self.schedule.edges), (1, carries)):
+            for a, b in edges:
+                makers.setdefault((BEFORE, b), []).append((a, -shift))
+                makers.setdefault((AFTER, a), []).append((b, shift))
         return {
             (op, stage): tuple(
-                (self.output(maker, 0) + value, maker)
+                Input(self.output(maker, 0) + value, maker, shift)
                 for value, whose in KINDS[op].inputs
-                for maker in makers.get((whose, stage), ())
+                for maker, shift in makers.get((whose, stage), ())
             )
             for stage in stages
             for op in ELEMENTARY

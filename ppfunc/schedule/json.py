@@ -7,8 +7,9 @@ The document is one object; steps are lists of instructions in the grammar of
      "chains": [{"stages": [0, 1], "microbatches": [0, 2]}], "skips": [],
      "programs": [[["0F0"], ["0F1"], ["0B0"], ["0B1"]], ...]}
 
-``microbatches`` is the half-open range of the chain; ``placement[s]`` is the rank of stage ``s``. Costs are
-an object of the values that differ from the defaults: numbers, lists of numbers, or objects by stage.
+``microbatches`` is the half-open range of the chain; ``placement[s]`` is the rank of stage ``s``; a schedule
+of slices has ``"slices": k`` beside them. Costs are an object of the values that differ from the defaults:
+numbers, lists of numbers, or objects by stage.
 """
 
 import json
@@ -47,6 +48,7 @@ def to_json(schedule: Schedule) -> str:
         "placement": schedule.placement,
         "chains": [{"stages": c.stages, "microbatches": _bounds(c)} for c in schedule.chains],
         "skips": schedule.skips,
+        **({"slices": schedule.slices} if schedule.slices > 1 else {}),
     }
     programs = ",\n".join(
         json.dumps([[str(i) for i in step] for step in program], separators=(",", ":"))
@@ -185,9 +187,17 @@ def read_schedule_at(path: str, document: Any) -> Schedule:
     for key in ("format", "version") if isinstance(document, dict) else ():
         # Before other keys, so that a newer document is called newer, not malformed.
         read(f"{path}.{key}", document.get(key), _SCHEDULE[key])
-    fields = read(path, document, _SCHEDULE)
+    sliced = isinstance(document, dict) and "slices" in document
+    fields = read(path, document, _SCHEDULE | ({"slices": _NUMBER} if sliced else {}))
     chains = tuple(Chain(c["stages"], range(*c["microbatches"])) for c in fields["chains"])
-    return Schedule(fields["name"], fields["placement"], chains, fields["programs"], fields["skips"])
+    return Schedule(
+        fields["name"],
+        fields["placement"],
+        chains,
+        fields["programs"],
+        fields["skips"],
+        fields.get("slices", 1),
+    )
 
 
 # -- costs

@@ -50,6 +50,9 @@ class Schedule:
         chains: the paths that microbatches walk through the stages.
         programs: program of each rank.
         skips: additional edges ``(source stage, destination stage)`` of skip connections.
+        slices: number k of slices of a sequence. Microbatch ``m`` is slice ``m % k`` of sequence ``m // k``;
+            with two or more, every stage hands a carry from a slice to the next slice of the sequence, and
+            its gradient back: an edge from the stage to itself that is shifted by one microbatch.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Schedule:
     chains: tuple[Chain, ...]
     programs: tuple[Program, ...]
     skips: tuple[tuple[int, int], ...] = ()
+    slices: int = 1
 
     def __str__(self) -> str:
         return "\n".join(
@@ -69,7 +73,8 @@ class Schedule:
     def __repr__(self) -> str:
         return (
             f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages},"
-            f" microbatches={self.microbatches}, instructions={sum(self.counts.values())},"
+            f" microbatches={self.microbatches},{f' slices={self.slices},' if self.slices > 1 else ''}"
+            f" instructions={sum(self.counts.values())},"
             f" digest={self.digest[:12]!r})"
         )
 
@@ -161,6 +166,22 @@ class Schedule:
         """List every ``(source stage, destination stage)`` that an activation travels."""
         return (*self._successors.items(), *self.skips)
 
+    def joins(self, microbatch: int, shift: int) -> bool:
+        """Tell whether a microbatch and the microbatch ``shift`` after it are slices of one sequence.
+
+        >>> from ppfunc.schedule import seq1f1b
+        >>> schedule = seq1f1b(ranks=2, sequences=2, slices=3)
+        >>> schedule.joins(1, 1), schedule.joins(2, 1), schedule.joins(3, -1)
+        (True, False, False)
+        """
+        return 0 <= microbatch % self.slices + shift < self.slices
+
+    def numbered(self, microbatch: int | None) -> str:
+        """Write the number of a microbatch as pictures have it: ``2.0`` for slice 0 of sequence 2."""
+        if microbatch is None or self.slices == 1:
+            return str(microbatch)
+        return f"{microbatch // self.slices}.{microbatch % self.slices}"
+
     def successor(self, stage: int) -> int | None:
         """Return the next stage in the chain of ``stage``. Behind the last stage: None."""
         require_index("stage", stage, self.stages)
@@ -220,6 +241,7 @@ class Schedule:
             list(self.placement),
             [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains],
             self.skips,
+            *([self.slices] if self.slices > 1 else []),
         ]
         state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
         for program in self.programs:
@@ -233,7 +255,12 @@ class Schedule:
 
 @collector_paused()
 def single_chain(
-    name: str, placement: Iterable[int], microbatches: int, programs: Iterable[Iterable[Instruction]]
+    name: str,
+    placement: Iterable[int],
+    microbatches: int,
+    programs: Iterable[Iterable[Instruction]],
+    *,
+    slices: int = 1,
 ) -> Schedule:
     """Make a schedule of compute with one chain through stages 0, 1, ...: the usual way to write one.
 
@@ -250,6 +277,7 @@ def single_chain(
         placement: the rank of every stage.
         microbatches: number of microbatches that walk the chain.
         programs: instructions of each rank in order, one per step.
+        slices: number of slices of a sequence; see :class:`Schedule`.
 
     Raises:
         TypeError: another type, or items that are not instructions.
@@ -276,4 +304,5 @@ def single_chain(
         placement,
         (Chain(tuple(range(len(placement))), range(microbatches)),),
         tuple(tuple(zip(row)) for row in rows),
+        slices=slices,
     )

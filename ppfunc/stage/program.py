@@ -143,6 +143,7 @@ class Output(NamedTuple):
         metrics: a tree of tensors for the caller, not differentiated.
         state: the new state of the stage, a tree like the state that it was given.
         skips: values for later stages that are not its neighbours, ``{stage: tree}``.
+        carry: a tree for the stage's next slice of the sequence, differentiated as ``y`` is; ``()`` for none.
     """
 
     y: Any
@@ -150,6 +151,7 @@ class Output(NamedTuple):
     metrics: Any = None
     state: Any = None
     skips: Mapping[int, Any] | None = None
+    carry: Any = None
 
 
 class Received(NamedTuple):

@@ -70,7 +70,11 @@ from .stages import (
 )
 
 _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
-TRAINING = tuple(n for n, build in BUILDERS.items() if n not in _ALIKE and not build(2, 4).forward_only)
+TRAINING = tuple(
+    name
+    for name, build in BUILDERS.items()
+    if name not in _ALIKE and not (made := build(2, 4)).forward_only and made.slices == 1
+)
 
 
 # -- the choices, and the rows of the table

@@ -39,7 +39,8 @@ from tests.clock import busy
 
 NAMES = (
     "gpipe 1f1b inference data_parallel interleaved_1f1b looped_bfs zb_h1 zb_h2 interleaved_zb zero_bubble"
-    " zbv zbv_greedy v_half v_min chimera dualpipe dualpipev deepspeed_train deepspeed_inference"
+    " zbv zbv_greedy v_half v_min chimera dualpipe dualpipev seq1f1b seq_zb deepspeed_train"
+    " deepspeed_inference"
 ).split()
 
 
@@ -48,7 +49,7 @@ def test_list_names_every_schedule_with_its_options(run):
     assert code == 0 and [line for line in out.splitlines() if not line.startswith(" ")] == NAMES
     does, options = out.splitlines()[1::3], out.splitlines()[2::3]
     assert all(line.endswith(".") for line in does) and len(does) == len(BUILDERS)
-    assert all(line.startswith("    --ranks --microbatches") for line in options)
+    assert all(line.startswith(("    --ranks --microbatches", "    --ranks --sequences")) for line in options)
     assert "    --ranks --microbatches [--chunks] [--group]\n" in out
 
 

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, Schedule, remove_tail
+from ppfunc.schedule import Schedule, remove_tail
+from tests.builders import BUILDERS
 from tests.models import squared, traced_once
 from tests.network.network import Fault, InjectedError, RankStopped, interrupt
 from tests.network.simulated import Simulated

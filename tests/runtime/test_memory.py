@@ -12,9 +12,10 @@ import ppfunc as pp
 from ppfunc.runtime.paper.memory import MessagesOnPaper, _arguments, _of_rank
 from ppfunc.runtime.running.compile import bind
 from ppfunc.runtime.running.execute import fill
-from ppfunc.schedule import BUILDERS, insert_recomputes, split_backward
+from ppfunc.schedule import insert_recomputes, split_backward
 from ppfunc.stage.tree import tree_leaves
 from tests import models
+from tests.builders import BUILDERS
 from tests.models import attention_block, attention_params, dense, normal, squared
 from tests.storages import LiveStorages
 

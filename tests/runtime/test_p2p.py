@@ -17,7 +17,8 @@ import torch.distributed as dist
 import ppfunc as pp
 from ppfunc.runtime.control.links import Rendezvous
 from ppfunc.runtime.transport import pair_groups
-from ppfunc.schedule import BUILDERS, chimera, remove_tail
+from ppfunc.schedule import chimera, remove_tail
+from tests.builders import BUILDERS
 from tests.clock import busy
 from tests.models import dense, squared, traced_once
 

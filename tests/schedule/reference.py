@@ -67,11 +67,14 @@ def inputs_of(schedule, part):
     s, m = part.stage, part.microbatch
     if part.op == "W":
         return [("B", s, m)]
+    k = schedule.slices
     if part.op == "F":
         before = [neighbour(schedule, s, -1), *(a for a, b in schedule.skips if b == s)]
-        return [("F", a, m) for a in before if a is not None]
+        carry = [("F", s, m - 1)] if m % k else []
+        return [*carry, *(("F", a, m) for a in before if a is not None)]
     after = [neighbour(schedule, s, 1), *(b for a, b in schedule.skips if a == s)]
-    return [("F", s, m), *(("B", b, m) for b in after if b is not None)]
+    carry = [("B", s, m + 1)] if (m + 1) % k else []
+    return [*carry, ("F", s, m), *(("B", b, m) for b in after if b is not None)]
 
 
 class Model:

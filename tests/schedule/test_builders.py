@@ -189,14 +189,18 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "argument"), [c for c in CHOICES if c[1] in ("ranks", "microbatches", "chunks")]
+    ("name", "argument"),
+    [c for c in CHOICES if c[1] in ("ranks", "microbatches", "sequences", "slices", "chunks")],
 )
 @pytest.mark.parametrize("value", [0, -1, 2.0, "4", True])
 def test_counts_are_whole_and_positive(name, argument, value):
     with pytest.raises(
         ValueError, match=rf"{argument} = .*, expected an integer of at least 1: pass {argument}=1 or more"
     ):
-        BUILDERS[name](**{"ranks": 2, "microbatches": 4} | {argument: value})
+        BUILDERS[name](
+            **dict(zip(inspect.signature(BUILDERS[name]).parameters, (2, 4), strict=False))
+            | {argument: value}
+        )
 
 
 @pytest.mark.parametrize("value", [0, -3, 1.5])

@@ -139,6 +139,10 @@ def test_a_lowered_schedule_is_proved_as_a_list_of_single_instructions(schedule)
 
 @any_schedule
 def test_slots_are_proved_and_few(schedule):
+    if schedule.slices > 1:
+        with pytest.raises(ValueError, match="has slices, whose carries outlive the slot"):
+            allocate_slots(schedule)
+        return
     assert check(allocate_slots(schedule)).slots == tuple(_most_at_once(schedule))
     lowered = place_communication(schedule)
     slotted = allocate_slots(lowered)
@@ -275,7 +279,8 @@ def test_passes_leave_their_argument_alone(schedule):
         insert_offloads,
     )
     for change in (*changes, append_tail, reduce_early, insert_unshards):
-        change(schedule)
+        if schedule.slices == 1 or change is not allocate_slots:
+            change(schedule)
     assert (hash(schedule), schedule.digest) == before
 
 

@@ -30,7 +30,16 @@ OPTIONS = {
     "zero_bubble": {"cap": 4},
 }
 WAITS = hasattr(torch_schedules, "WAIT_SEND_F")  # from torch 2.15 on
-REFUSED = ("inference", "data_parallel", "dualpipe", "chimera", "deepspeed_train", "deepspeed_inference")
+REFUSED = (
+    "inference",
+    "data_parallel",
+    "dualpipe",
+    "chimera",
+    "deepspeed_train",
+    "deepspeed_inference",
+    "seq1f1b",
+    "seq_zb",
+)
 WITHIN_RANKS = (
     "zbv",
     "zbv_greedy",

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -40,7 +41,21 @@ from ppfunc.schedule.proof.timeline import simulate
 from ppfunc.schedule.schedule import Schedule
 from tests.conftest import few
 
-ALL = BUILDERS | {"chimera": chimera}
+
+def slices(microbatches: int) -> int:
+    return 2 - microbatches % 2
+
+
+def by_microbatches(build: Callable[..., Schedule]) -> Callable[..., Schedule]:
+    """A builder of sequences as a builder of microbatches, in two slices each where their number is even."""
+
+    def built(ranks, microbatches, chunks=1):
+        return build(ranks, microbatches // slices(microbatches), slices(microbatches), chunks)
+
+    return built if "slices" in inspect.signature(build).parameters else build
+
+
+ALL = {name: by_microbatches(build) for name, build in (BUILDERS | {"chimera": chimera}).items()}
 
 
 class Case(NamedTuple):
@@ -77,6 +92,10 @@ PEAK = {
     "dualpipe": lambda p, m, v: p + 1,
     "dualpipev": lambda p, m, v: 2 * p + 1,
     "zero_bubble": lambda p, m, v: min(p, m),
+    "seq1f1b": lambda p, m, v: min(
+        m * v, (v - 1) * group_size(p, m, v, slices=slices(m)) + (1 + (v > 1)) * (p - 1) + slices(m)
+    ),
+    "seq_zb": lambda p, m, v: min(m * v, (v - 1) * group_size(p, m, v, slices=slices(m)) + p + slices(m) - 1),
     "chimera": lambda p, m, v: min(p, m),
     "deepspeed_train": lambda p, m, v: min(p, m),
     "deepspeed_inference": lambda p, m, v: m,
@@ -100,6 +119,8 @@ IDLE = {
     "dualpipe": (lambda p, v: p - 2, lambda p, m: True),
     "dualpipev": (lambda p, v: 2 * (p - 1), lambda p, m: True),
     "zero_bubble": (lambda p, v: p - 1, lambda p, m: m >= p),
+    "seq1f1b": (lambda p, v: 3 * (p - 1), lambda p, m: m >= p and m % (m // p * slices(m)) == 0),
+    "seq_zb": (lambda p, v: p - 1, lambda p, m: m > p and m % (m // p * slices(m)) == 0),
     "deepspeed_train": (lambda p, v: 3 * (p - 1), lambda p, m: True),
     "deepspeed_inference": (lambda p, v: p - 1, lambda p, m: True),
 }

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, chimera, remove_tail, zero_bubble
+from ppfunc.schedule import chimera, remove_tail, zero_bubble
+from tests.builders import BUILDERS
 from tests.models import affine, squared
 
 TRAINING = {

@@ -64,6 +64,9 @@ class StepResult(NamedTuple):
         aux: metrics, state and what comes with the loss, :class:`Aux`.
         losses: the losses of all microbatches in their order, [m, *shape of a loss], on every rank. They are
             not weighted, and include auxiliary losses of stages: their weighted sum is ``loss``.
+        carry: the last carries of the stages of this process, ``{stage of the model: Microbatches}`` of a
+            tree for each sequence.
+        carry_grads: the gradients of the first carries, where the step was given some, in the same form.
         slope: the derivative of the loss along the tangents, of :func:`ppfunc.jvp` and :func:`ppfunc.hvp`.
         output_tangents: the derivative of the outputs along the tangents, of :func:`ppfunc.jvp`.
         products: the Hessian times the vector, like ``grads``, of :func:`ppfunc.hvp`.
@@ -75,6 +78,8 @@ class StepResult(NamedTuple):
     outputs: Any = None
     aux: Any = None
     losses: Any = None
+    carry: Any = None
+    carry_grads: Any = None
     slope: Any = None
     output_tangents: Any = None
     products: Any = None
@@ -98,7 +103,7 @@ class StepSpec(NamedTuple):
     Args:
         name: name of the function that made it.
         wants: fields of :class:`~ppfunc.runtime.StepResult`, of ``"loss"``, ``"grads"``, ``"input_grads"``,
-            ``"outputs"``, ``"aux"``, ``"losses"``.
+            ``"outputs"``, ``"aux"``, ``"losses"``, ``"carry"``.
         per_microbatch: keep the gradients of microbatches apart.
         loss_shape: shape of the loss of one microbatch.
         overlapped: runs the two parts of an ``OVERLAP_F_B``; by default one after the other.
@@ -235,11 +240,14 @@ class LoweredStage(NamedTuple):
         call: the stage with its loss and its arguments.
         params: signature of its parameters; the leaves with ``grad`` get gradients.
         outline: the evaluation of the call.
-        sources: edges of its input: from the stage before or the batch, then skip connections.
-        sinks: edges of its output: to the stage after it, if any, then skip connections.
+        sources: edges of its input: from the stage before or the batch, then skip connections, then the carry
+            of the slice before.
+        sinks: edges of its output: to the stage after it, if any, then skip connections, then the carry.
         loss: signature of the loss, None where the stage has none.
         outputs, metrics, aux, state: signatures of the results that are not differentiated, in their order;
             ``aux`` is that of the loss function.
+        slices: number of slices of a sequence.
+        keeps_carry: whether last carries, and gradients of first carries, belong to the caller.
     """
 
     model_stage: int
@@ -253,6 +261,8 @@ class LoweredStage(NamedTuple):
     metrics: Signature
     aux: Signature
     state: Signature
+    slices: int = 1
+    keeps_carry: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -364,12 +374,14 @@ def lower(
         lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
         for n, m in enumerate(microbatches):
             received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
+            if schedule.slices > 1:
+                received += (Edge(stage, _carry_to(schedule, form, lowered, stage, m)),)
             # Beside its input it gets a target, extras, a state.
             target = (form.targets[m],) if function.loss_fn is not None and form.targets is not None else ()
             extras = (form.extras[model_stage][m],) if model_stage in form.extras else ()
             state = (form.state[model_stage],) if model_stage in form.state else ()
             lowered[stage, m] = lower_one(received, (*target, *extras, *state))
-        for n, sink in enumerate(sinks):
+        for n, sink in enumerate(sinks[: len(sinks) - (schedule.slices > 1)]):
             edges[stage, sink] = [lowered[stage, m].sinks[n].signature for m in microbatches]
             if home[sink] not in local:
                 assert send is not None
@@ -394,18 +406,32 @@ def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
             yield stage, chain.microbatches
 
 
+def _carry_to(
+    schedule: Schedule, form: StepForm, lowered: Mapping[Key, LoweredStage], stage: int, microbatch: int
+) -> Signature:
+    """Return the signature of the carry that a slice gets: the first of a sequence the caller's, or None."""
+    if schedule.joins(microbatch, -1):
+        return lowered[stage, microbatch - 1].sinks[-1].signature
+    given = form.carry.get(schedule.model_stages[stage])
+    if given is None:
+        return Signature.of(None)
+    first = given[microbatch // schedule.slices]
+    return first if schedule.forward_only else first.with_grad()
+
+
 def ends_of(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """List where the input of a stage comes from, and where its output goes.
 
-    The neighbours in its chain come first, with the batch before the first stage; then skip connections.
+    The neighbours in its chain come first, with the batch before the first stage; then skip connections. The
+    last place to which its output goes is the stage itself where it hands on a carry.
     """
     stages = next(chain.stages for chain in schedule.chains if stage in chain.stages)
     at, model_stages = stages.index(stage), schedule.model_stages
     skips = sorted(schedule.skips, key=lambda skip: (model_stages[skip[0]], model_stages[skip[1]]))
-    before = stages[at - 1] if at else BATCH
+    before, own = stages[at - 1] if at else BATCH, (stage,) if schedule.slices > 1 else ()
     return (
         (before, *(source for source, sink in skips if sink == stage)),
-        (*stages[at + 1 : at + 2], *(sink for source, sink in skips if source == stage)),
+        (*stages[at + 1 : at + 2], *(sink for source, sink in skips if source == stage), *own),
     )
 
 
@@ -421,8 +447,9 @@ def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: tuple
         pipeline.loss_fn if last else None,
         last,
         last and "outputs" in spec.wants,
-        tuple(schedule.model_stages[sink] for sink in sinks[int(not last) :]),
+        tuple(schedule.model_stages[sink] for sink in sinks[int(not last) :] if sink != stage),
         spec.frozen_in(k, form.params[k]),
+        k if schedule.slices > 1 else None,
     )
 
 
@@ -455,7 +482,7 @@ def _lower_stage(
     sent = (*(() if function.last else (activation,)), *children(skips))
     low = LoweredStage(
         model_stage, call, form.params[model_stage], outline, received, tuple(map(Edge, sinks, sent)),
-        loss if loss.leaves else None, outputs, metrics, aux, state,
+        loss if loss.leaves else None, outputs, metrics, aux, state, schedule.slices, "carry" in spec.wants,
     )  # fmt: skip
     updates = spec.updates and not schedule.forward_only  # an evaluation changes no weights
     if spec.frozen is not None and updates and outline.undeclared:

@@ -215,7 +215,10 @@ def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[st
     """
     lows = {low.model_stage: (key, low) for key, low in sorted(step.stages.items(), reverse=True)}
     sizes: dict[str, dict[int, float]] = {
-        "bytes": {s: sum(e.signature.nbytes for e in low.sinks[:1]) for s, (_, low) in sorted(lows.items())},
+        "bytes": {
+            s: sum(e.signature.nbytes for e in low.sinks[:1] if e.stage != key[0])
+            for s, (key, low) in sorted(lows.items())
+        },
         "parameters": {s: 2 * low.params.nbytes for s, (_, low) in sorted(lows.items())},
     }
     if programs:
@@ -286,6 +289,9 @@ def shapes_of(lowered: LoweredStep, arguments: StepArguments, parts: Mapping[int
         buffers.kept[key] = empty(kept, meta)
         if low.sources[0].stage == BATCH:
             buffers.values[Tag("B", key[0], BATCH, key[1])] = empty(low.sources[0].carrying, meta)
+        if schedule.slices > 1:
+            buffers.carry[key] = empty(low.sinks[-1].leaves, meta)
+            buffers.carry_grads[key] = empty(low.sources[-1].carrying, meta)
     for stage, sums in buffers.gradients.items():
         numbers, leaves = lowered.differentiated(stage), arguments.params[schedule.model_stages[stage]]
         for m in range(schedule.microbatches):

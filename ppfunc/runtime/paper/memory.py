@@ -166,6 +166,11 @@ def _arguments(step: LoweredStep, rank: int) -> StepArguments:
         (0, 0),
         extras={s: batch(rows, s) for s, rows in form.extras.items() if s in stages},
         state={s: empty(form.state[s].leaves, form.devices[s]) for s in stages if s in form.state},
+        carry={
+            s: [empty(row.leaves, form.devices[s]) for row in rows]
+            for s, rows in form.carry.items()
+            if s in stages
+        },
         loss_weights=None,
         form=form,
         left_out=frozenset(),

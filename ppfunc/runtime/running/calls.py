@@ -75,7 +75,14 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
     """Take apart a forward: values in, values out, residuals, and the outputs that the caller wants."""
     (stage, microbatch), model_stage, wanted, states = key, low.model_stage, low.kept, len(low.state.leaves)
     sources = input_tags(low, key)
-    sinks = [(Tag("F", stage, e.stage, microbatch), place) for e, place in slices(low.sinks) if e.leaves]
+    sinks = [
+        (Tag("F", stage, e.stage, microbatch), place)
+        for e, place in slices(low.sinks)
+        if e.leaves and e.stage != stage
+    ]
+    carry = next((place for e, place in slices(low.sinks) if e.leaves and e.stage == stage), None)
+    if carry is not None and _joins(low, microbatch, 1):
+        sinks, carry = [*sinks, (Tag("F", stage, stage, microbatch + 1), carry)], None
     sent = sum(len(e.leaves) for e in low.sinks)
 
     def take(buffers: Buffers) -> tuple[Leaves, Leaves, Leaves]:
@@ -90,6 +97,8 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
         outputs, saved = result
         for tag, place in sinks:
             buffers.values[tag] = outputs[place]
+        if carry is not None and low.keeps_carry:
+            buffers.carry[key] = outputs[carry]
         if keep_residuals:
             buffers.residuals[key] = saved
         if wanted:
@@ -98,6 +107,10 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
             buffers.state[model_stage] = outputs[sent + wanted :]
 
     return ProgramCall(program.forward, take, put)
+
+
+def _joins(low: LoweredStage, microbatch: int, shift: int) -> bool:
+    return 0 <= microbatch % low.slices + shift < low.slices
 
 
 def input_tags(low: LoweredStage, key: Key) -> list[Tag]:
@@ -205,12 +218,19 @@ def leave_out(low: LoweredStage, key: Key, op: Op) -> Call:
 
 
 def _cotangents(low: LoweredStage, key: Key) -> Callable[[Buffers], Leaves]:
-    """Gather the gradients of the outputs: from the stages that took them, then the weight of the loss."""
+    """Gather the gradients of the outputs: from the stages that took them, then the weight of the loss.
+
+    Nothing takes the carry of a last slice, whose gradient is zeros.
+    """
     (stage, microbatch), weighted = key, low.loss is not None and low.loss.leaves[0].grad
-    sinks = [Tag("B", e.stage, stage, microbatch) for e in low.sinks if e.carrying]
+    last = low.slices > 1 and not _joins(low, microbatch, 1)
+    ends = [e for e in low.sinks if e.carrying and e.stage == stage and last]
+    sinks = [Tag("B", e.stage, stage, microbatch) for e in low.sinks if e.carrying and e not in ends]
+    forms = [leaf for e in ends for leaf in e.carrying]
 
     def cotangents(buffers: Buffers) -> Leaves:
         gy = tuple([t for tag in sinks for t in buffers.values.pop(tag)])
+        gy += tuple([torch.zeros((), dtype=f.dtype, device=low.device).expand(f.shape) for f in forms])
         return gy + buffers.cotangents[key] if weighted else gy
 
     return cotangents
@@ -220,20 +240,25 @@ def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], 
     """Put the gradients of the inputs under the tags that the sending stages read."""
     (stage, microbatch), device = key, low.device
     sources = [
-        (Tag("B", stage, e.stage, microbatch), e.carrying, place)
+        (Tag("B", stage, e.stage, microbatch - (e.stage == stage)), e.carrying, place)
         for e, place in slices(low.sources, carrying=True)
-        if e.carrying
+        if e.carrying and (e.stage != stage or low.keeps_carry or _joins(low, microbatch, -1))
     ]
+    first = low.slices > 1 and not _joins(low, microbatch, -1)
 
     def pass_on(buffers: Buffers, gradients: LeafGradients) -> None:
         for tag, leaves, place in sources:
             # Zeros where a gradient is structurally zero: the other end expects a tensor.
-            buffers.values[tag] = tuple(
+            passed = tuple(
                 [
                     torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g
                     for g, leaf in zip(gradients[place], leaves, strict=True)
                 ]
             )
+            if first and tag.destination == stage:
+                buffers.carry_grads[key] = passed
+            else:
+                buffers.values[tag] = passed
 
     return pass_on
 

@@ -27,7 +27,18 @@ from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 from ..lowering.lower import BATCH, Aux, LoweredStage, LoweredStep, StepResult
 from ..ports.protocols import Transport
 from ..values.arguments import Microbatches, StepArguments, joined
-from ..values.buffers import Buffers, Compared, Gradients, LeafGradients, Leaves, Numbers, Origin, Owner, Tag
+from ..values.buffers import (
+    Buffers,
+    Compared,
+    Gradients,
+    Key,
+    LeafGradients,
+    Leaves,
+    Numbers,
+    Origin,
+    Owner,
+    Tag,
+)
 from ..values.errors import Failure, StepFailed
 from .calls import Sum
 from .compile import CompiledStep, bind
@@ -140,6 +151,10 @@ def _fill_stage(
         each = weights.to(leaf.dtype).unbind()
         cotangents = ((each[m].expand(leaf.shape),) for m in microbatches)
         buffers.cotangents.update(zip(((stage, m) for m in microbatches), cotangents, strict=True))
+    for n, leaves in enumerate(arguments.carry.get(model_stage, ())):
+        first = n * lowered.schedule.slices
+        if first in microbatches and leaves:
+            buffers.values[Tag("F", stage, stage, first)] = tuple(leaves)
     if stage == chain.stages[0]:
         buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in microbatches)
 
@@ -240,13 +255,37 @@ def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffe
         _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
         without_constants(_in_form_of_inputs(outputs, lowered, owned)) if outputs else None,
         _aux(lowered, arguments, buffers, lasts, owned) if "aux" in wants else None,
+        carry=_carries(lowered, buffers.carry, -1, owned) if "carry" in wants else None,
+        carry_grads=_carries(lowered, buffers.carry_grads, 0, owned) if "carry" in wants else None,
     )
+
+
+def _carries(
+    lowered: LoweredStep, kept: Mapping[Key, tuple[torch.Tensor, ...]], end: int, owned: Owned
+) -> dict[int, Microbatches]:
+    """Make trees of the carries after the sequences, or of the gradients of the carries before them.
+
+    Args:
+        end: number of the slice within its sequence, -1 for the last.
+    """
+    trees: dict[int, list[Any]] = {}
+    k, given = lowered.schedule.slices, lowered.form.carry
+    for (stage, m), low in sorted(lowered.stages.items(), key=lambda item: item[0][1]):
+        if m % k == end % k and (end or low.model_stage in given):
+            signature = (low.sinks if end else low.sources)[-1].signature
+            leaves = iter(kept.get((stage, m), ()))
+            made = (
+                owned(next(leaves)) if end or leaf.grad else torch.zeros(leaf.shape, dtype=leaf.dtype)
+                for leaf in signature.leaves
+            )
+            trees.setdefault(low.model_stage, []).append(signature.wrap(made))
+    return {model: Microbatches(rows) for model, rows in sorted(trees.items())}
 
 
 def _tensors(steps: Sequence[StepArguments]) -> Iterator[torch.Tensor]:
     yield from chain.from_iterable((*steps[0].params.values(), *steps[0].state.values()))
     for step in steps:
-        for batch in (step.inputs, step.targets, *step.extras.values()):
+        for batch in (step.inputs, step.targets, *step.extras.values(), *step.carry.values()):
             yield from chain.from_iterable(batch)
 
 

@@ -11,6 +11,7 @@ from hashlib import sha256
 from itertools import chain, islice, repeat
 from numbers import Integral
 from operator import add, gt
+from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, Self
 
 import optree
@@ -467,6 +468,7 @@ class StepForm(NamedTuple):
         inputs, targets: signatures of the microbatches; None if this process was given none.
         rows: number of rows of a microbatch of a whole batch; None if the inputs came as Microbatches.
         extras: signatures of the microbatches.
+        carry: signatures of the first carries of sequences, by stage.
     """
 
     trees: Mapping[str, TreeForm]
@@ -480,6 +482,7 @@ class StepForm(NamedTuple):
     rows: int | None
     extras: Mapping[int, tuple[Signature, ...]]
     state: Mapping[int, Signature]
+    carry: Mapping[int, tuple[Signature, ...]] = MappingProxyType({})
 
     @property
     def distributed(self) -> bool:
@@ -533,27 +536,58 @@ def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm
     )
 
 
-def microbatch(batch: Any, microbatches: int) -> Microbatches:
+def microbatch(
+    batch: Any, microbatches: int, *, slices: int | Sequence[int] | None = None, axis: int = 1
+) -> Microbatches:
     """Cut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
 
-    Of a DTensor, each rank cuts its local tensor.
+    Of a DTensor, each rank cuts its local tensor. With ``slices`` each of the ``m``, a sequence, is cut along
+    another axis too, for a schedule of slices.
 
     Args:
         batch: a tree of tensors with the same size of axis 0; others are :func:`replicated`.
         microbatches: ``m``, at least 1, which must divide that size.
+        slices: number of equal slices of a sequence, or their lengths; by default none are cut.
+        axis: axis of the tokens, along which slices are cut.
 
     Raises:
         ValueError: a leaf has no axis 0, or its size is not divisible by ``m``, or leaves disagree on it; or
-            ``microbatches`` is not an integer of at least 1.
-        TypeError: a leaf is not a tensor.
+            ``microbatches`` is not an integer of at least 1; slices that do not make up a leaf.
+        TypeError: a leaf is not a tensor, or slices are no integers.
 
     >>> microbatch({"x": torch.zeros(6, 2)}, 3)[0]["x"].shape
     torch.Size([2, 2])
+    >>> [tuple(part.shape) for part in microbatch(torch.zeros(2, 8), 2, slices=[5, 3])]
+    [(1, 5), (1, 3), (1, 5), (1, 3)]
     """
     require_counts(microbatches=microbatches)
+    if slices is not None:
+        counted = isinstance(slices, int) and not isinstance(slices, bool)
+        if not counted and not (isinstance(slices, list | tuple) and all(isinstance(n, int) for n in slices)):
+            raise TypeError(f"slices: got {slices!r}, expected their number, or a list of lengths")
+        require_type("axis", axis, int, "the axis of the tokens")
+        sequences = microbatch(batch, microbatches)
+        return Microbatches(chain.from_iterable(_slices_of(tree, slices, axis) for tree in sequences))
     leaves, form = read_tree(with_constants(batch, "batch"), "batch", microbatches)
     parts = map(form.signature.wrap, form.cut(leaves, microbatches))
     return Microbatches(map(without_constants, parts))
+
+
+def _slices_of(tree: Any, slices: int | Sequence[int], axis: int) -> Iterator[Any]:
+    """Cut the leaves of a sequence along an axis."""
+    leaves, treedef = tree_flatten(tree)
+    columns = []
+    for path, leaf in zip(tree_paths(treedef, "batch"), leaves, strict=True):
+        tokens = leaf.shape[axis] if -leaf.ndim <= axis < leaf.ndim else 0
+        equal = isinstance(slices, int) and slices > 0 and tokens % slices == 0
+        lengths = [tokens // slices] * slices if isinstance(slices, int) and equal else slices
+        if isinstance(lengths, int) or sum(lengths) != tokens or min(lengths) < 1:
+            raise ValueError(
+                f"{path}: got {tokens} tokens in axis {axis} of the shape {tuple(leaf.shape)}, and slices ="
+                f" {slices!r}, expected a divisor of them, or lengths that make them up"
+            )
+        columns.append(leaf.split(list(lengths), axis))
+    return map(treedef.unflatten, zip(*columns, strict=True))
 
 
 def step_form(
@@ -587,6 +621,7 @@ def step_form(
         trees["inputs"].rows if "inputs" in trees else None,
         {s: signatures for s, signatures in extras.items() if signatures},
         {s: trees[f"state[{s}]"].signature.without_grad() for s in stages if f"state[{s}]" in trees},
+        {s: signatures for s in stages if (signatures := batch(f"carry[{s}]"))},
     )
 
 
@@ -643,6 +678,7 @@ class RawArguments:
         scale: factor of the cotangents of the loss, a tensor of one element.
         update: updates the parameters, in a step that has updates.
         common: facts beside the call on which all ranks that train together have to agree.
+        carry: first carries of sequences.
         devices: devices of stages, by stage, whose parameters are on the device meta.
     """
 
@@ -657,6 +693,7 @@ class RawArguments:
     scale: torch.Tensor | None = None
     update: ParameterUpdate | None = None
     common: str = ""
+    carry: Mapping[int, Any] | None = None
     devices: Mapping[int, torch.device] = field(default_factory=dict)
 
 
@@ -676,9 +713,10 @@ def read_call(
     seed: Seed = None,
     extras: Mapping[int, Any] | None = None,
     state: Mapping[int, Any] | None = None,
+    carry: Mapping[int, Any] | None = None,
 ) -> RawArguments:
     """Read the arguments of a step as the caller writes them."""
-    return RawArguments(params, inputs, targets, extras, state, loss_weights, seed)
+    return RawArguments(params, inputs, targets, extras, state, loss_weights, seed, carry=carry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -686,7 +724,8 @@ class StepArguments(RawArguments):
     """Hold the arguments of one call, read and checked.
 
     Params and state are leaves, by stage of the model in the caller's order, without history; inputs, targets
-    and extras those of every microbatch, empty if this process was given none; loss weights float64[m], or
+    and extras those of every microbatch, empty if this process was given none; carries those of every
+    sequence; loss weights float64[m], or
     None for ``1/m`` each.
 
     Args:
@@ -696,6 +735,7 @@ class StepArguments(RawArguments):
 
     extras: Mapping[int, Sequence[Leaves]]
     state: Mapping[int, Leaves]
+    carry: Mapping[int, Sequence[Leaves]]
     loss_weights: torch.Tensor | None
     form: StepForm
     left_out: frozenset[int]
@@ -740,6 +780,12 @@ def read_arguments(
     state = {} if raw.state is None else raw.state
     require_trees("extras", extras, stages, some=True)
     require_trees("state", state, stages, some=True)
+    carry = {} if raw.carry is None else raw.carry
+    if schedule.slices == 1 and carry:
+        raise ValueError(f"carry: got one, and the schedule {schedule.name!r} has no slices; leave it out")
+    require_trees("carry", carry, stages, some=True)
+    if schedule.slices > 1:
+        _require_cut(raw, schedule)
     reader = _Reader({} if last is None else last.trees, m, abstract)
     params = {s: reader.read_detached(tree, f"params[{s}]") for s, tree in raw.params.items()}
     states = {s: reader.read_detached(tree, f"state[{s}]") for s, tree in state.items()}
@@ -749,6 +795,10 @@ def read_arguments(
     targeted = with_targets and (raw.targets is not None or ends)
     targets = reader.read_batch(raw.targets, "targets") if targeted else ()
     batches = {s: reader.read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
+    carries = {
+        s: [reader.read_detached(one, f"carry[{s}][{n}]") for n, one in enumerate(tree)]
+        for s, tree in carry.items()
+    }
     if last is not None and reader.as_known:
         form = last
     else:
@@ -761,10 +811,11 @@ def read_arguments(
         form = step_form(reader.trees, stages, m, params, inputs, raw.devices)
     weights = weights if raw.loss_weights is None else read_loss_weights(raw.loss_weights, m)
     seed = read_seed(raw.seed)
-    zeros = frozenset[int]() if abstract else _zeros(weights)
+    zeros = frozenset[int]() if abstract else _zeros(weights, schedule.slices)
     return StepArguments(
-        params, inputs, targets, seed, raw.microbatch_offset, raw.scale, raw.update, raw.common, raw.devices,
-        extras=batches, state=states, loss_weights=weights, form=form, left_out=zeros,
+        params, inputs, targets, seed, raw.microbatch_offset, raw.scale, raw.update, raw.common,
+        devices=raw.devices, extras=batches, state=states, carry=carries, loss_weights=weights, form=form,
+        left_out=zeros,
     )  # fmt: skip
 
 
@@ -890,11 +941,33 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     return read
 
 
-def _zeros(weights: torch.Tensor | None) -> frozenset[int]:
-    """Find the microbatches of weight 0, as far as the host knows the weights and no transform hides them."""
+def _zeros(weights: torch.Tensor | None, slices: int) -> frozenset[int]:
+    """Find the microbatches of weight 0, as far as the host knows the weights and no transform hides them.
+
+    Slices of weight 0 still carry, unless those of the whole sequence weigh nothing.
+    """
     if weights is None or weights.device.type != "cpu" or is_wrapped(weights):
         return frozenset()
-    return frozenset(m for m, weight in enumerate(weights.tolist()) if weight == 0)
+    rows = weights.view(-1, slices).tolist()
+    return frozenset(n * slices + m for n, row in enumerate(rows) if not any(row) for m in range(slices))
+
+
+def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
+    """Raise ValueError for whole batches under a schedule of slices: nothing says along which axis to cut."""
+    k, sequences = schedule.slices, schedule.microbatches // schedule.slices
+    extras = {f"extras[{s}]": batch for s, batch in (raw.extras or {}).items()}
+    for name, batch in {"inputs": raw.inputs, "targets": raw.targets, **extras}.items():
+        if batch is not None and not isinstance(batch, Microbatches):
+            raise ValueError(
+                f"{name}: got a whole batch, and the schedule {schedule.name!r} has {k} slices of a sequence;"
+                f" cut it, ppfunc.microbatch({name}, {sequences}, slices={k})"
+            )
+    for stage, batch in (raw.carry or {}).items():
+        if not isinstance(batch, Microbatches) or len(batch) != sequences:
+            raise ValueError(
+                f"carry[{stage}]: got {shown(batch)}, expected ppfunc.Microbatches of a tree for each of the"
+                f" {sequences} sequences"
+            )
 
 
 def by_stage(trees: Any, name: str) -> Mapping[int, Any]:

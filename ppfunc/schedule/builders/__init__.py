@@ -22,6 +22,7 @@ from .loops import (
     zb_h1 as zb_h1,
     zb_h2 as zb_h2,
 )
+from .slices import seq1f1b as seq1f1b, seq_zb as seq_zb
 from .v_shape import v_half as v_half, v_min as v_min, zbv as zbv
 from .zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
 
@@ -43,6 +44,8 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "chimera": chimera,
     "dualpipe": dualpipe,
     "dualpipev": dualpipev,
+    "seq1f1b": seq1f1b,
+    "seq_zb": seq_zb,
     "deepspeed_train": deepspeed_train,
     "deepspeed_inference": deepspeed_inference,
 }

@@ -326,20 +326,21 @@ def walk(microbatches: int, chunks: int, group: int) -> list[tuple[int, int]]:
     return [(c, m) for g in firsts for c in range(chunks) for m in range(g, min(g + group, microbatches))]
 
 
-def group_size(ranks: int, microbatches: int, chunks: int, group: int | None = None) -> int:
+def group_size(ranks: int, microbatches: int, chunks: int, group: int | None = None, slices: int = 1) -> int:
     """Return the number of microbatches that a rank runs through one chunk before it takes the next.
 
     Where ``group`` is None: an even division in ``max(1, m // p)`` groups where there is one,
-    else the smallest size from p upwards that does not stall.
+    else the smallest size from p upwards that does not stall, of whole sequences of ``slices``.
 
     Raises:
         ValueError: a size below 1, or one with which ranks would wait for each other for ever.
     """
     groups = max(1, microbatches // ranks)
-    if group is None and microbatches % groups == 0:
+    if group is None and microbatches % (groups * slices) == 0:
         return microbatches // groups
     if group is None:
-        return next(n for n in range(ranks, microbatches + 1) if not _stalls(ranks, microbatches, chunks, n))
+        sizes = (n for n in range(ranks, microbatches + 1) if n % slices == 0)
+        return next(n for n in sizes if not _stalls(ranks, microbatches, chunks, n))
     require_counts(group=group)
     moves = not _stalls(ranks, microbatches, chunks, group)
     mend = f"pass group={microbatches}, or one that leaves no small last group"

@@ -13,6 +13,8 @@ a skip connection as ``>PEER`` and a slot as ``@SLOT``.
 * Chains are those that the forwards contradict least. All stages work on all microbatches: one chain.
   Two chains, as in DualPipe, are stages ``0..p-1`` working on the first half of the microbatches and
   stages ``p..2p-1`` on the second half; k chains likewise, in k equal parts.
+* Slices are told by a first line of one cell, ``slices=4``: a word of ours, without which each microbatch is
+  a sequence.
 * Skip connections are the edges that messages with ``>PEER`` travel.
 * Waits, which torch has from 2.15 on (``0WAIT_SEND_F3``, ``0WAIT_REDUCE_GRAD``), stand behind what they wait
   for, one for each, and are in no schedule: when a rank waits for its sends follows from the messages, see
@@ -25,6 +27,7 @@ else: a file without that instruction gives it the sum over the microbatches.
 
 import csv
 import io
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -45,6 +48,7 @@ from ..instruction import (
     microbatch_of,
     parse_instruction,
     parts_of,
+    shortened,
 )
 from ..passes.rewrite import compute_only
 from ..passes.running import send_completion
@@ -57,6 +61,7 @@ _UNITS = 10  # steps of idle time that an instruction may stand for
 _ONCE = COMPUTE | COMMUNICATION
 _AWAITED = SENDS | {Op.REDUCE_GRAD}
 _WAIT = "WAIT_"
+_SLICES = "slices="
 
 
 def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
@@ -75,7 +80,8 @@ def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
     """
     require_schedule(schedule)
     rows = (",".join(_cells(schedule, rank, waits)) for rank in range(schedule.ranks))
-    return "".join(row + "\n" for row in rows)
+    head = f"{_SLICES}{schedule.slices}\n" if schedule.slices > 1 else ""
+    return head + "".join(row + "\n" for row in rows)
 
 
 def _cells(schedule: Schedule, rank: int, waits: bool) -> Iterator[str]:
@@ -105,6 +111,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         ScheduleError: the numbers of stages and microbatches cannot be those of any schedule.
     """
     require_type("text", text, str, "the content of a file")
+    slices, text = _sliced(text)
     rows = _rows(text)
     if not rows:
         raise FormatError("the text is empty: expected one row of instructions per rank")
@@ -120,7 +127,18 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
             )
     placement, chains = _layout(rows)
     programs = tuple(tuple(() if i is None else (i,) for i in row) for row in rows)
-    return Schedule(name, placement, chains, programs, _skips(rows, len(placement)))
+    return Schedule(name, placement, chains, programs, _skips(rows, len(placement)), slices)
+
+
+def _sliced(text: str) -> tuple[int, str]:
+    """Read the number of slices from the first line, where it has one, and return the lines below."""
+    head, _, rest = text.partition("\n")
+    if not head.startswith(_SLICES):
+        return 1, text
+    digits = head.removeprefix(_SLICES).strip()
+    if not re.fullmatch("[1-9][0-9]{0,8}", digits):
+        raise FormatError(f"line 1: got {shortened(head)}, expected a number of slices, such as {_SLICES}4")
+    return int(digits), rest
 
 
 def _rows(text: str) -> list[_Row]:
@@ -347,6 +365,8 @@ def _require_torch(schedule: Schedule) -> None:
         raise ValueError(
             f"{schedule.name} has skip connections such as {schedule.skips[0]}, which torch's runtime has not"
         )
+    if schedule.slices > 1:
+        raise ValueError(f"{schedule.name} has slices with a carry, which torch's runtime has not")
     if schedule.forward_only:
         raise ValueError(f"{schedule.name} has no backward, torch's runtime needs one of every microbatch")
 

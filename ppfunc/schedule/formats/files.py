@@ -88,7 +88,8 @@ def configure(
             of :func:`read_schedule`: a ``Path``, or text with a ``.`` or ``/`` in it.
         ranks: number of ranks of the pipeline.
         batch_size: number of rows that one pipeline takes in a step.
-        microbatch_size: number of rows of a microbatch, a divisor of ``batch_size``.
+        microbatch_size: number of rows of a microbatch, a divisor of ``batch_size``; or, in a schedule of
+            slices, of a sequence.
         options: further arguments of the builder, such as ``chunks=2``; a file takes no options.
 
     Raises:
@@ -135,9 +136,9 @@ def _read(path: Path, sizes: dict[str, int], options: dict[str, Any]) -> Schedul
         raise FileNotFoundError(f"no schedule is at {path}: give the path of a CSV file, or a name as 1f1b")
     made = read_schedule(path)
     for name, size in sizes.items():
-        if getattr(made, name) != size:
+        has = getattr(made, name) // (made.slices if name == "microbatches" else 1)
+        if has != size:
             raise ValueError(
-                f"the schedule in {path} has {getattr(made, name)} {name}, the configuration {size}: make"
-                " both equal"
+                f"the schedule in {path} has {has} {name}, the configuration {size}: make both equal"
             )
     return made

@@ -94,12 +94,12 @@ def to_svg(
     timeline = simulate(schedule) if timeline is None else timeline
     rows, whole = bars_of(schedule, timeline), bars_of(schedule, timeline, _WHOLE)
     makespan = float(timeline.makespan)
-    across = _across(rows, makespan) if width is None else width - _LEFT - _RIGHT
+    across = _across(schedule, rows, makespan) if width is None else width - _LEFT - _RIGHT
     timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
     legend, top = _legend(schedule, rows, timed, _LEFT + across + _RIGHT)
     high = 30.0 if len(rows) <= 16 or any(bar.instruction.parts for row in rows for bar in row) else 22.0
     scale = _Scale(across / (makespan or 1.0), across, high, top)
-    numbered = _numbered(scale, rows)
+    numbered = _numbered(schedule, scale, rows)
     facts = _facts(schedule, timeline)
     origin = "measured, seconds" if timeline.measured else f"simulated, {units}"
     heading = f"{clipped(schedule.name)}: {origin}"
@@ -119,24 +119,24 @@ def to_svg(
     return page(heading, _spoken(timeline, facts), *size, _STYLE, _DARK, elements)
 
 
-def _across(rows: list[list[Bar]], makespan: float) -> float:
+def _across(schedule: Schedule, rows: list[list[Bar]], makespan: float) -> float:
     """Return the pixels of the bars of all the time, such that three bars in four have room for a number."""
     durations = sorted(bar.end - bar.start for row in rows for bar in row)
     parts = (part for row in rows for bar in row for part in parts_of(bar.instruction))
-    digits = max((len(str(part.microbatch)) for part in parts), default=1)
+    digits = max((len(schedule.numbered(part.microbatch)) for part in parts), default=1)
     typical = durations[len(durations) // 4] if durations else makespan
     wanted = (_DIGIT * digits + 5) * makespan / typical if typical else 0.0
     return min(max(wanted, 720.0), _SCREEN - _LEFT - _RIGHT)
 
 
-def _numbered(scale: _Scale, rows: list[list[Bar]]) -> Set[Op]:
+def _numbered(schedule: Schedule, scale: _Scale, rows: list[list[Bar]]) -> Set[Op]:
     """Return the kinds of bars that all have room for a number."""
     narrow = {
         bar.instruction.op
         for row in rows
         for bar in row
         for part in parts_of(bar.instruction)
-        if scale.bar_width(bar) < _DIGIT * len(str(part.microbatch)) + 1
+        if scale.bar_width(bar) < _DIGIT * len(schedule.numbered(part.microbatch)) + 1
     }
     return COMPUTE - narrow
 
@@ -149,6 +149,7 @@ def _facts(schedule: Schedule, timeline: Timeline) -> list[str]:
     )
     return [
         *(f"{n} {word}{plural * (n != 1)}" for n, word, plural in counts),
+        *([f"{schedule.slices} slices to a sequence"] if schedule.slices > 1 else []),
         f"makespan {short(timeline.makespan)}",
         f"bubble {float(timeline.bubble):.1%}",
         f"bubble of the span {float(timeline.span_bubble):.1%}",
@@ -194,14 +195,15 @@ def _swatches(schedule: Schedule, rows: list[list[Bar]], timed: Set[Op]) -> Iter
     if any(i.parts for i in seen):
         yield rect("F", 0, 0, 14, 7) + rect("B", 0, 7, 14, 7), 14, "overlapped pair"
     chunks = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
-    if chunks > 1:
-        strengths = (f'fill-opacity="{_strength(chunk, chunks)}"' for chunk in range(chunks))
-        swatch = "".join(rect("F", 14 * n, 0, 14, 14, strength) for n, strength in enumerate(strengths))
-        yield swatch, 14 * chunks, f"the {chunks} stages of a rank, in order"
+    for shades, things in ((chunks, "stages of a rank"), (schedule.slices, "slices of a sequence")):
+        if shades > 1:
+            strengths = (f'fill-opacity="{number(_strength(n, shades))}"' for n in range(shades))
+            swatch = "".join(rect("F", 14 * n, 0, 14, 14, strength) for n, strength in enumerate(strengths))
+            yield swatch, 14 * shades, f"the {shades} {things}, in order"
 
 
-def _strength(chunk: int, chunks: int) -> str:
-    return "1" if chunks == 1 else number(1 - 0.55 * chunk / (chunks - 1))
+def _strength(shade: int, shades: int) -> float:
+    return 1.0 if shades == 1 else 1 - 0.55 * shade / (shades - 1)
 
 
 def _axis(scale: _Scale, makespan: float, ranks: int, unit: str) -> Iterator[str]:
@@ -235,14 +237,17 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered
         tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
         for n, part in enumerate(parts):
             strength = _strength(order.get(part.stage, 0), max(len(order), 1))
+            strength *= _strength((part.microbatch or 0) % schedule.slices, schedule.slices)
             y = scale.y(rank) + 2 + n * height
-            faded = "" if strength == "1" else f'fill-opacity="{strength}"'
+            faded = "" if strength == 1 else f'fill-opacity="{number(strength)}"'
             drawn = height - 0.6 if n + 1 < len(parts) else height
             yield rect(part.op.value, scale.x(start), y, width, drawn, faded, tip)
             if instruction.op in numbered:
-                tone = " pale" if float(strength) < 0.75 else " dark" * (part.op is Op.W)
+                tone = " pale" if strength < 0.75 else " dark" * (part.op is Op.W)
                 kind = "n" + tone + " half" * (len(parts) > 1)
-                yield text(kind, scale.x(start) + width / 2, y + height / 2 + 4, str(part.microbatch))
+                yield text(
+                    kind, scale.x(start) + width / 2, y + height / 2 + 4, schedule.numbered(part.microbatch)
+                )
 
 
 def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:

@@ -37,12 +37,17 @@ def allocate_slots(schedule: Schedule) -> Schedule:
 
     Raises:
         ScheduleError: a value that is no schedule, or messages that do not come to an end.
+        ValueError: a schedule of slices.
 
     >>> from ppfunc.schedule import gpipe
     >>> print(*allocate_slots(gpipe(ranks=1, microbatches=2)).instructions(0))
     0F0@0 0F1@1 0B0@0 0B1@1
     """
     check_structure(schedule)
+    if schedule.slices > 1:
+        raise ValueError(
+            f"{schedule.name} has slices, whose carries outlive the slot of a microbatch: leave slots out"
+        )
     bare = remove_slots(schedule)
     gone = _sends_gone(bare) if bare.ops & COMMUNICATION else lambda rank, holder, step: True
     programs = tuple(_with_slots(program, partial(gone, rank)) for rank, program in enumerate(bare.programs))

@@ -148,7 +148,7 @@ def compare_schedules(
 
     Args:
         ranks: number of ranks p.
-        microbatches: number of microbatches of a step.
+        microbatches: number of microbatches of a step; of a schedule of slices, its sequences.
         schedules: names as of :func:`ppfunc.schedule.find_builder`, or schedules; by default all
             builders with a backward.
         costs: times and sizes of one rank's share of the model, a p-th of it; by default F = I = W = 1. A
@@ -254,8 +254,10 @@ def _built(
 
 
 def _require_same(schedule: Schedule, ranks: int, microbatches: int, first: Schedule) -> None:
-    if (schedule.ranks, schedule.microbatches) != (ranks, microbatches):
-        got = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
+    sequences = schedule.microbatches // schedule.slices
+    if (schedule.ranks, sequences) != (ranks, microbatches):
+        units = "microbatches" if schedule.slices == 1 else "sequences"
+        got = f"{schedule.ranks} ranks and {sequences} {units}"
         raise ValueError(f"{schedule.name} is for {got}, expected {ranks} and {microbatches}")
     if schedule.forward_only != first.forward_only:
         raise ValueError(
@@ -271,7 +273,7 @@ def _figures(schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFi
     ]
     memory = max(map(add, timeline.peak_activations, held))
     model = {schedule.model_stages[s]: s for s in range(schedule.stages)}
-    activation = sum(costs.of("activation", s) for s in model.values()) / schedule.ranks
+    activation = schedule.slices * sum(costs.of("activation", s) for s in model.values()) / schedule.ranks
     size = {stage: costs.of("parameters", s) for stage, s in model.items()}
     size = size if any(size.values()) else dict.fromkeys(size, 1)
     parameters = max(
@@ -331,4 +333,8 @@ def fitted(costs: Costs, schedule: Schedule) -> Costs:
 def _costs_of(schedule: Schedule, costs: Costs) -> Costs:
     """Return the costs of the stages of ``schedule``; a number for all stages is for a rank's share."""
     per_stage = any(isinstance(value, Sequence | Mapping) for value in vars(costs).values())
+    if per_stage and schedule.slices > 1:
+        raise ValueError(
+            "costs are given per stage, but slices share costs of a rank: give one number for all"
+        )
     return fitted(costs, schedule) if per_stage else costs.per_rank(schedule)

@@ -94,6 +94,7 @@ def plan(
     placement: Style | Sequence[int] = "any",
     chunks: int | Sequence[int] | None = None,
     objective: Objective = "makespan",
+    slices: int = 1,
     effort: float = 1,
     progress: Progress | None = None,
 ) -> Plan:
@@ -107,7 +108,7 @@ def plan(
 
     Args:
         ranks: number of ranks p.
-        microbatches: number of microbatches m.
+        microbatches: number of microbatches m, with ``slices`` of all slices of all sequences.
         costs: times, messages and memory of each stage. Numbers that are the same for all stages allow
             several numbers of chunks: they are for the first of these, and smaller in proportion if a rank
             has more stages, where ``ppfunc plan`` takes them per rank. Messages keep their size.
@@ -118,6 +119,8 @@ def plan(
             stages, else 1 for a loop, 2 for a V, 1 to 4 for any.
         objective: ``"makespan"``, from 0 to the last end, or ``"span"``, the largest over the ranks of last
             end minus first start.
+        slices: number of slices of a sequence, whose backwards begin with the last; see :class:`Schedule`.
+            Their residuals stay: costs with ``recompute`` or ``offload`` under a cap are refused.
         effort: length of the search; 1 takes some two seconds for 8 ranks and 24 microbatches, 2 twice that.
         progress: called as ``progress(share of the effort, best value, bound)``; the search stops where it
             returns True.
@@ -145,7 +148,7 @@ def plan(
     if cap is None:
         costs = replace(costs, recompute=None, offload=None, fetch=None)  # all can stay
     shapes = _shapes(ranks, costs, placement, chunks)
-    problems = _Problem.fitting(shapes, costs, microbatches, cap, objective)
+    problems = _Problem.fitting(shapes, costs, microbatches, cap, objective, slices)
     return _search(problems, cap, effort, progress)
 
 
@@ -222,7 +225,13 @@ class _Problem(NamedTuple):
 
     @classmethod
     def fitting(
-        cls, shapes: Mapping[str, Placement], costs: Costs, microbatches: int, cap: Cap, objective: Objective
+        cls,
+        shapes: Mapping[str, Placement],
+        costs: Costs,
+        microbatches: int,
+        cap: Cap,
+        objective: Objective,
+        slices: int,
     ) -> list["_Problem"]:
         """List the placements in which one microbatch fits in the cap, least bound first.
 
@@ -235,7 +244,7 @@ class _Problem(NamedTuple):
         for name, place in shapes.items():
             stages = shared_costs(costs, least, len(place))
             try:
-                p = problem_of(stages, place, microbatches, cap, objective)
+                p = problem_of(stages, place, microbatches, cap, objective, slices)
             except ValueError as error:
                 refused = error
             else:

@@ -71,6 +71,7 @@ class Problem(NamedTuple):
         stub: memory held between F and the start of the one that runs again.
         ticks: number of ticks in one unit of time.
         objective: time to minimise, ``"makespan"`` or ``"span"``.
+        slices: slices of a sequence; backwards begin with the last of them.
     """
 
     place: tuple[int, ...]
@@ -89,6 +90,7 @@ class Problem(NamedTuple):
     stub: tuple[int, ...]
     ticks: int
     objective: Objective
+    slices: int = 1
 
     @property
     def ranks(self) -> int:
@@ -127,6 +129,7 @@ def problem_of(
     microbatches: int,
     cap: Cap = None,
     objective: Objective = "makespan",
+    slices: int = 1,
 ) -> Problem:
     """Collect the numbers of a problem.
 
@@ -136,13 +139,16 @@ def problem_of(
         microbatches: number of microbatches.
         cap: memory of a rank for activations and parameters, one number or one per rank; None for no limit.
         objective: ``"makespan"`` or ``"span"``.
+        slices: number of slices of a sequence, a divisor of ``microbatches``.
 
     Raises:
         ValueError: an argument that is out of range, costs for another number of stages, or a cap
-            in which one microbatch does not fit.
+            in which one microbatch, or all slices of a sequence, do not fit.
     """
     place = explicit(placement)
-    require_counts(microbatches=microbatches)
+    require_counts(microbatches=microbatches, slices=slices)
+    if microbatches % slices:
+        raise ValueError(f"microbatches = {microbatches}, expected whole sequences of {slices} slices")
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}, expected 'makespan' or 'span'")
     costs = require_costs(costs).fitting(len(place))
@@ -150,13 +156,20 @@ def problem_of(
     held, kept, stub, caps = _memory(costs, place, microbatches, cap)
     times = forward, backward, weight, down, up
     problem = Problem(place, microbatches, *times, held, kept, caps, again, out, back, stub, ticks, objective)
+    problem = problem._replace(slices=slices)
+    if problem.flexible and slices > 1:
+        raise ValueError(
+            "costs have recompute or offload, but residuals of slices stay: leave both out, or insert"
+            " instructions in the schedule of the plan"
+        )
     for rank, mine in enumerate(problem.stages_by_rank):
-        need = sum(held[s] for s in mine)
+        need = slices * sum(held[s] for s in mine)
         if need > caps[rank]:
-            least = float(sum(costs.of("activation", s) + costs.of("parameters", s) for s in mine))
+            least = float(sum(slices * costs.of("activation", s) + costs.of("parameters", s) for s in mine))
+            fit = "one microbatch" if slices == 1 else f"the {slices} slices of a sequence"
             limit = cap[rank] if isinstance(cap, Sequence) else cap
             raise ValueError(
-                f"cap is {limit}, but one microbatch and the parameters of rank {rank} take"
+                f"cap is {limit}, but {fit} and the parameters of rank {rank} take"
                 f" {least:g}: raise it to that"
             )
     return problem

@@ -10,6 +10,9 @@ A *direction* reads such words forwards in time, or backwards from the end, wher
 first, what acquires memory releases it, and each item waits for those that wait for it forwards. What holds
 forwards and backwards is written once, for both.
 
+Slices of a sequence have their backwards from the last slice to the first. Their I and W are numbered in that
+order, so that microbatches take their turn, and the first waits for the forward of the last slice.
+
 A *replay* is a list schedule in an order: operations may overtake where data and memory let them. In time
 order, a rank that is free takes the first operation of its remaining order that is ready. One that comes
 later in the order may overtake only if the rest of the order then still keeps the cap, so a replay never gets
@@ -121,7 +124,7 @@ def _edges(p: Problem, choices: Choices) -> Iterator[_Edge]:
     for s in range(last + 1):
         f, leave, back, i, w = (range((5 * s + letter) * m, (5 * s + letter + 1) * m) for letter in LETTERS)
         for k in range(m):
-            yield (f[k], f[k] + 5 * m, p.down[s], -1) if s < last else (f[k], i[k], 0, -1)
+            yield (f[k], f[k] + 5 * m, p.down[s], -1) if s < last else (f[_last_slice(p, k)], i[k], 0, -1)
             if s:
                 yield i[k], i[k] - 5 * m, p.up[s], -1
             yield i[k], w[k], 0, -1
@@ -132,6 +135,22 @@ def _edges(p: Problem, choices: Choices) -> Iterator[_Edge]:
             elif (s, k) in choices:
                 yield f[k], back[k], 0, -1
                 yield back[k], i[k], 0, -1
+
+
+def _last_slice(p: Problem, microbatch: int) -> int:
+    return microbatch - microbatch % p.slices + p.slices - 1
+
+
+def ahead(p: Problem, order: Order) -> Order:
+    """Let the forwards of an order run ``slices - 1`` slices ahead, so that a backward finds its sequence."""
+    m, lead = p.microbatches, p.slices - 1
+
+    def moved(word: Word) -> Word:
+        first = sorted(item for item in word if item // m % 5 == FORWARD and item % m < lead)
+        rest = (item + lead * (item // m % 5 == FORWARD) for item in word)
+        return first + [new for new, item in zip(rest, word, strict=True) if new // m == item // m]
+
+    return tuple(map(moved, order)) if lead else order
 
 
 def _direction(
@@ -298,9 +317,11 @@ def schedule_of(p: Problem, order: Order, name: str = "plan") -> Schedule:
     def written(item: int) -> Instruction:
         code, k = divmod(item, p.microbatches)
         ops = _OPS[code % 5]
-        return Instruction(ops[moves.get((code // 5, k)) is Op.OFFLOAD and len(ops) > 1], code // 5, k)
+        slice_of = k if code % 5 == FORWARD else _last_slice(p, k) - k % p.slices
+        return Instruction(ops[moves.get((code // 5, k)) is Op.OFFLOAD and len(ops) > 1], code // 5, slice_of)
 
-    return single_chain(name, p.place, p.microbatches, (list(map(written, word)) for word in order))
+    programs = (list(map(written, word)) for word in order)
+    return single_chain(name, p.place, p.microbatches, programs, slices=p.slices)
 
 
 Hold = Mapping[int, Number]

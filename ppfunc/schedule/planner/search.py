@@ -34,6 +34,7 @@ from .replay import (
     Order,
     Replayed,
     Word,
+    ahead,
     choices_of,
     directions,
     evaluate,
@@ -52,19 +53,23 @@ def builder_orders(p: Problem, costs: Costs, cap: Cap) -> Iterator[tuple[str, Or
     """Yield ``(name, order)`` of every builder with this placement."""
     if len(p.place) % p.ranks:
         return
-    options = {"chunks": len(p.place) // p.ranks, "costs": costs, "cap": cap}
-    for name in BUILDERS:
+    options = {"chunks": len(p.place) // p.ranks, "costs": costs, "cap": cap, "slices": p.slices}
+    for name, builder in BUILDERS.items():
+        sliced = "slices" in inspect.signature(builder).parameters
+        if sliced and p.slices == 1:
+            continue  # the builder of whole sequences has the same order
+        microbatches = p.microbatches // p.slices if sliced else p.microbatches
         # The placement does not depend on the number of microbatches.
         sample = build(name, p.ranks, 1, **options)
         if sample is None or sample.placement == p.place:
-            schedule = build(name, p.ranks, p.microbatches, **options)
+            schedule = build(name, p.ranks, microbatches, **options)
             trains = schedule and len(schedule.chains) == 1 and not schedule.forward_only
             if schedule and trains and schedule.placement == p.place:
-                yield name, order_of(schedule)
+                yield name, order_of(schedule) if sliced else ahead(p, order_of(schedule))
 
 
-def build(name: str, ranks: int, microbatches: int, **options: object) -> Schedule | None:
-    """Call a builder with the options that it takes.
+def build(name: str, *numbers: int, **options: object) -> Schedule | None:
+    """Call a builder with its numbers of ranks and microbatches, or sequences, and the options that it takes.
 
     Returns:
         The schedule; None where the builder refuses these numbers.
@@ -72,9 +77,7 @@ def build(name: str, ranks: int, microbatches: int, **options: object) -> Schedu
     builder = BUILDERS[name]
     taken = inspect.signature(builder).parameters
     try:
-        return builder(
-            ranks, microbatches, **{option: value for option, value in options.items() if option in taken}
-        )
+        return builder(*numbers, **{option: value for option, value in options.items() if option in taken})
     except ValueError:
         return None
 
@@ -101,7 +104,7 @@ def spaced_orders(p: Problem) -> Iterator[tuple[str, Order]]:
         ("twice its length", alone),
     ]:
         order = tuple(_repeated(starts, mine, p.microbatches, distance) for mine in p.stages_by_rank)
-        yield f"a microbatch every {name}", order
+        yield f"a microbatch every {name}", ahead(p, order)
 
 
 def _repeated(starts: dict[int, Number], stages: list[int], microbatches: int, distance: Number) -> Word:

@@ -161,7 +161,9 @@ def _values_are_atomic(flow: Dataflow, record: OrderRecord) -> bool:
     """Tell whether no value is made in a later step than the step that consumes it, messages left aside."""
     for value, steps in record.made.items():
         stage, _ = flow.place(value)
-        for first, _ in flow.needs[Op.I if value % 2 else Op.F, stage]:
+        for first, _, shift in flow.needs[Op.I if value % 2 else Op.F, stage]:
+            if shift:  # made on the rank itself
+                continue
             inputs = record.made[first]
             if any(inputs[microbatch] > step for microbatch, step in steps.items()):
                 return False

@@ -1,7 +1,8 @@
 """Prove the order of each rank on its own: inputs before uses, everything once, nothing missing."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -25,7 +26,20 @@ class OrderRecord(NamedTuple):
     receives: Numbers  # by message
 
 
-_Needs = tuple[tuple[dict[int, int], int, str], ...]
+@dataclass(frozen=True)
+class _Neighbours(Container[int]):
+    """Look up the neighbour of a microbatch along a carry; a sequence begins and ends without."""
+
+    numbers: dict[int, int]
+    schedule: Schedule
+    shift: int
+
+    def __contains__(self, microbatch: Any) -> bool:
+        joined = self.schedule.joins(microbatch, self.shift)
+        return not joined or microbatch + self.shift in self.numbers
+
+
+_Needs = tuple[tuple[Container[int], int, str], ...]
 _Makes = tuple[dict[int, int], ...]
 _Rule = tuple[_Needs, _Makes]
 """What instructions of one kind need, each with its value and what to say without it; and what they make."""
@@ -116,10 +130,12 @@ def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | Non
         kinds[op, stage, peer] = needs, ((record.sends if op in SENDS else record.receives)[first],)
     for (op, stage), values in flow.needs.items():
         needs = ()
-        for value, origin in values:
+        for value, origin, shift in values:
             if home[origin] == home[stage]:
                 lack = "it needs {}, which this rank has not computed before"
-                needs += ((record.made[value], value, lack),)
+                made = record.made[value]
+                there: Container[int] = _Neighbours(made, flow.schedule, shift) if shift else made
+                needs += ((there, value + 2 * shift, lack),)
             elif flow.schedule.ops & COMMUNICATION:
                 lack = "it needs {}, but its receive has not been posted before"
                 needs += ((record.receives[flow.message(value, stage)], value, lack),)

@@ -159,7 +159,7 @@ def _message_waits(
     home, stride = flow.schedule.placement, flow.stride
     for (op, stage), needs in flow.needs.items():
         rank = home[stage]
-        for value, origin in needs if op in (Op.F, Op.I) else ():
+        for value, origin, _ in needs if op in (Op.F, Op.I) else ():
             if (sender := home[origin]) == rank:
                 continue
             message = flow.message(value, stage)

@@ -20,6 +20,7 @@ def check_structure(schedule: Schedule) -> None:
     require_schedule(schedule)
     _check_fields(schedule)
     ranges = _check_chains(schedule)
+    _check_slices(schedule)
     _check_skips(schedule)
     for rank, program in enumerate(schedule.programs):
         _check_program(schedule, rank, program, ranges)
@@ -88,6 +89,19 @@ def _check_chain(number: int, chain: Any) -> None:
         raise _plain(
             f"chain {number} has microbatches {m!r:.60}, expected a range with at least one, in steps of one"
         )
+
+
+def _check_slices(schedule: Schedule) -> None:
+    slices = schedule.slices
+    if not _is_number(slices) or not slices:
+        raise _plain(f"slices is {slices!r:.40}, expected the number of slices of a sequence, from 1")
+    for number, chain in enumerate(schedule.chains):
+        begin, end = chain.microbatches.start, chain.microbatches.stop
+        if begin % slices or end % slices:
+            raise _plain(
+                f"chain {number} has microbatches {begin} to {end - 1}, expected whole sequences of {slices}"
+                " slices"
+            )
 
 
 def _check_skips(schedule: Schedule) -> None:
@@ -166,6 +180,8 @@ def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Rang
         return f"peer is {peer!r:.40}, but only messages have a peer"
     if peer is not None and not _is_number(peer):
         return f"peer is {peer!r:.40}, expected None or a stage"
+    if slot is not None and schedule.slices > 1:
+        return "it has a slot, which holds one microbatch, but carries of slices live on: expected no slots"
     if slot is not None and not _is_number(slot):
         return f"slot is {slot!r:.40}, expected None or a number from 0"
     if op is Op.OVERLAP_F_B or parts != ():

@@ -47,6 +47,13 @@ class EarliestTimes(NamedTuple):
     done: dict[int, dict[int, Time]]
 
 
+class _Carried(dict[int, Time]):
+    """The times at which carries are there; the end of a sequence hands nothing on."""
+
+    def __setitem__(self, microbatch: int, time: Time) -> None:
+        self.setdefault(microbatch, time)
+
+
 Line = tuple[dict[int, Time], dict[int, list[int]]]
 """The values of one stage and kind: by microbatch, when each is there, and the ranks that wait for it. The
 number of a line is that of
@@ -71,10 +78,12 @@ class _Beside:
     take part were there.
 
     Args:
+        rank: number of the rank, for errors.
         copied: time of the copy to the host of every microbatch that has an OFFLOAD, by its stage.
     """
 
-    def __init__(self, copied: Mapping[tuple[int, int | None], Time]) -> None:
+    def __init__(self, rank: int, copied: Mapping[tuple[int, int | None], Time]) -> None:
+        self.rank = rank
         self.copied = copied
         self.free: dict[Unit | None, Time] = {}  # the end of its last work
         self.left: dict[tuple[int, int | None], Time] = {}  # the end of a copy to the host
@@ -86,6 +95,9 @@ class _Beside:
         op, ((_, stage, _),), length = work[:3]
         unit = KINDS[op].unit
         if unit is Unit.OUT:
+            if (stage, microbatch) not in self.left:
+                copy = Instruction(op, stage, microbatch)
+                raise ScheduleError(self.rank, None, copy, "the forward that it copies has not run before it")
             end: Time = self.left[stage, microbatch]
             return end - length, end
         if unit is Unit.RANK:
@@ -132,6 +144,11 @@ def earliest(schedule: Schedule, costs: Costs, ops: Set[Op] = COMPUTE) -> Earlie
     check_structure(schedule)
     flow = Dataflow(schedule)
     lines: dict[int, Line] = defaultdict(lambda: ({}, {}))
+    if schedule.slices > 1:  # what a carry brings is read by the microbatch, whatever slice has made it
+        for stage in range(schedule.stages):
+            for shift, product in ((-1, 0), (1, 1)):
+                ends = (m for m in range(schedule.microbatches) if not schedule.joins(m, shift))
+                lines[flow.output(stage, 0) + product + 2 * shift] = _Carried(dict.fromkeys(ends, 0)), {}
     kinds = _kinds(schedule, flow, lines, costs, ops)
     times = EarliestTimes(tuple([] for _ in schedule.programs), tuple([] for _ in schedule.programs), {})
     ready = list(range(schedule.ranks - 1, -1, -1))
@@ -139,7 +156,7 @@ def earliest(schedule: Schedule, costs: Costs, ops: Set[Op] = COMPUTE) -> Earlie
     for rank, program in enumerate(schedule.programs):
         work = _work(program, ops, kinds, costs)
         copied = {(parts[0][1], m): length for m, (op, parts, length, *_) in work if op is Op.OFFLOAD}
-        beside = None if ops <= COMPUTE else _Beside(copied)
+        beside = None if ops <= COMPUTE else _Beside(rank, copied)
         runs.append(_run(rank, work, beside, times.starts[rank], times.ends[rank], ready))
     take_turns(lambda rank: next(runs[rank], None), ready, times.starts)
     times.done.update((first, done) for first, (done, _) in lines.items())
@@ -205,10 +222,13 @@ def _kinds(
         for op in schedule.ops & ops - {Op.OVERLAP_F_B}:
             made = flow.output(stage, 0) + KINDS[op].product
             reads = tuple(
-                (lines[value], 0, costs.message_of(origin) if home[origin] != home[stage] else 0)
-                for value, origin in flow.needs.get((op, stage), ())
+                (lines[value + 2 * shift], 0, costs.message_of(origin) if home[origin] != home[stage] else 0)
+                for value, origin, shift in flow.needs.get((op, stage), ())
             )
-            products = ((lines[made], 0),) if KINDS[op].makes else ()
+            products: tuple[tuple[Line, int], ...] = ((lines[made], 0),) if KINDS[op].makes else ()
+            if products and schedule.slices > 1:
+                shift = 1 if op is Op.F else -1
+                products += ((lines[made - 2 * shift], shift),)
             kinds[op, stage] = TimedOp(op, ((op, stage, 0),), costs.time_of(op, stage), reads, products)
     return kinds
 
@@ -222,7 +242,7 @@ def _work(program: Program, ops: Set[Op], kinds: dict[tuple[Any, ...], TimedOp],
         if key not in kinds:
             one, other = kinds[forward[:2]], kinds[backward[:2]]
             inputs = (*one.inputs, *((line, distance, late) for line, _, late in other.inputs))
-            products = (*one.products, *((line, distance) for line, _ in other.products))
+            products = (*one.products, *((line, distance + shift) for line, shift in other.products))
             parts = (*one.parts, (*other.parts[0][:2], distance))
             length = costs.pair_of(forward.stage, backward.stage, backward.op is Op.B)
             kinds[key] = TimedOp(Op.OVERLAP_F_B, parts, length, inputs, products)

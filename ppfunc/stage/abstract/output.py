@@ -29,6 +29,8 @@ class StageFunction:
             loss, aux = loss_fn(out.y, target)
             return (out.y, out.skips, loss + out.loss), (outputs, out.metrics, aux, out.state)
 
+    A carry, which is the last of the skips on both sides, goes to ``fn`` as an argument after ``x``.
+
     A loss function that returns the loss alone has None for ``aux``.
 
     Args:
@@ -38,6 +40,7 @@ class StageFunction:
         returns_outputs: whether its output is returned to the caller.
         skips: the stages of the model that it sends skip connections to.
         frozen: numbers of the parameters that get no gradient.
+        carries: its own number in the model if it hands a carry to itself, else None.
     """
 
     fn: Callable[..., Any]
@@ -46,6 +49,7 @@ class StageFunction:
     returns_outputs: bool = False
     skips: tuple[int, ...] = ()
     frozen: frozenset[int] = frozenset()
+    carries: int | None = None
 
     @property
     def targeted(self) -> bool:
@@ -56,7 +60,8 @@ class StageFunction:
         """Call the stage.
 
         Raises:
-            ValueError: it returns skip connections to other stages than ``skips``, those of the schedule.
+            ValueError: it returns skip connections to other stages than ``skips``, those of the schedule; no
+                carry to the next slice, or a carry without slices.
         """
         x, extras = without_constants(x), tuple(map(without_constants, extras))
         target, rest = (extras[0], extras[1:]) if self.targeted else (None, extras)
@@ -65,7 +70,12 @@ class StageFunction:
             params = treedef.unflatten(
                 leaf.detach() if n in self.frozen else leaf for n, leaf in enumerate(leaves)
             )
-        out = self.fn(params, x, *rest)
+        if self.carries is None:
+            out = self.fn(params, x, *rest)
+        else:
+            others = {s: tree for s, tree in x.skips.items() if s != self.carries}
+            carry, x = x.skips[self.carries], Received(x.x, others) if others else x.x
+            out = self.fn(params, x, carry, *rest)
         if out is None:
             raise TypeError(
                 "it returned None, expected its activation: end it with `return y`, or with `return ()` if it"
@@ -84,6 +94,13 @@ class StageFunction:
                 f" {sorted(self.skips)}; return them as Output(y, skips={{destination: tree}}), and declare"
                 " them by ppfunc.with_skips(schedule, [(source, destination), ...])"
             )
+        if (out.carry is None) != (self.carries is None):
+            raise ValueError(
+                "it returns no carry, but the schedule has slices: return Output(y, carry=tree), or carry=()"
+                " if the next slice needs none"
+                if out.carry is None
+                else "it returns a carry, but the schedule has no slices: take one of slices, such as seq1f1b"
+            )
         loss, aux = None if out.loss is None else whole(out.loss), None
         if self.loss_fn is not None:
             main, aux = _of_loss_function(self.loss_fn, out.y, target)
@@ -91,7 +108,8 @@ class StageFunction:
         activation = None if self.last else y
         outputs = y if self.returns_outputs else None
         state = _in_order_of(rest[-1], out.state) if rest else out.state
-        return (activation, tuple(skips[s] for s in self.skips), loss), (outputs, out.metrics, aux, state)
+        sent = tuple(skips[s] for s in self.skips) + ((out.carry,) if self.carries is not None else ())
+        return (activation, sent, loss), (outputs, out.metrics, aux, state)
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> tuple[Any, Any]:
