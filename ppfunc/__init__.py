@@ -95,6 +95,8 @@ if TYPE_CHECKING:
         looped_bfs as looped_bfs,
         one_f_one_b as one_f_one_b,
         plan as plan,
+        seq1f1b as seq1f1b,
+        seq_zb as seq_zb,
         simulate as simulate,
         v_half as v_half,
         v_min as v_min,
@@ -147,7 +149,8 @@ else:
             "schedule": (
                 "Costs Schedule ScheduleError check chimera data_parallel deepspeed_inference"
                 " deepspeed_train dualpipe dualpipev gpipe inference interleaved_1f1b interleaved_zb"
-                " looped_bfs one_f_one_b plan simulate v_half v_min with_skips zb_h1 zb_h2 zbv zbv_greedy"
+                " looped_bfs one_f_one_b plan seq1f1b seq_zb simulate v_half v_min with_skips zb_h1 zb_h2 zbv"
+                " zbv_greedy"
                 " zero_bubble"
             ),
             "splitter": "Split materialize split",

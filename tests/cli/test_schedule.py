@@ -55,7 +55,7 @@ def test_list_names_every_schedule_with_its_options(run):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, tmp_path):
-    shape = ("--ranks", 4, "--microbatches", 8)
+    shape = ("--ranks", 4, "--sequences" if name.startswith("seq") else "--microbatches", 8)
     for form in ("grid", "csv", "steps", "json", "svg", "trace"):
         for lowered in ((), ("--lowered",)) if form != "svg" else ((),):
             file = tmp_path / f"{len(lowered)}.{form}"
@@ -69,7 +69,7 @@ def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, 
         cell.strip("()")
         for row in csv.reader((tmp_path / "0.csv").read_text().splitlines())
         for cell in row
-        if cell
+        if cell and not cell.startswith("slices=")
     }
     assert not any(
         word in cell for cell in compute for word in ("SEND", "RECV", "LOAD", "@", "STEP", "REDUCE")

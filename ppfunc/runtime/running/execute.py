@@ -5,7 +5,7 @@ Buffers are made for one step alone. Results are trees that belong to the caller
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, reduce
 from itertools import chain
 from typing import Any

@@ -131,7 +131,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
 
 def _sliced(text: str) -> tuple[int, str]:
-    """Read the number of slices from the first line, where it has one, and return the lines below."""
+    """Read the number of slices from the first line, if it gives a number, and return the lines below."""
     head, _, rest = text.partition("\n")
     if not head.startswith(_SLICES):
         return 1, text

@@ -246,7 +246,8 @@ def _built(
     schedule = build(ranks, microbatches, **options)
     if "costs" in taken:
         return build(ranks, microbatches, cap=cap, costs=_costs_of(schedule, costs), **options)
-    if schedule.microbatches == ranks * microbatches and ranks > 1:  # each rank has microbatches of its own
+    own = schedule.slices == 1 and schedule.microbatches == ranks * microbatches
+    if own and ranks > 1:  # each rank has microbatches of its own
         if microbatches % ranks:
             raise ValueError(f"microbatches = {microbatches}, expected a multiple of the {ranks} ranks")
         return build(ranks, microbatches // ranks, **options)

@@ -40,7 +40,7 @@ class StageFunction:
         returns_outputs: whether its output is returned to the caller.
         skips: the stages of the model that it sends skip connections to.
         frozen: numbers of the parameters that get no gradient.
-        carries: its own number in the model if it hands a carry to itself, else None.
+        carries: number of the stage in the model if it hands a carry to itself, else None.
     """
 
     fn: Callable[..., Any]

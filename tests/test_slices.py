@@ -1,0 +1,345 @@
+"""Steps of slices of sequences, against the model in one piece."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import ppfunc as pp
+from ppfunc.schedule import forward_only, insert_recomputes, plan, seq1f1b, seq_zb
+from ppfunc.stage.tree import tree_leaves
+from tests.models import same_bits
+from tests.storages import LiveStorages
+
+STAGES, SEQUENCES, ROWS, TOKENS, WIDTH = 4, 3, 2, 16, 8
+ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional, "eager": pp.engines.eager}
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def linear_attention(params, x, carry):
+    """A carry of one form: the sum of the outer products of keys and values so far."""
+    q, k, v = (x @ params[name] / 2 for name in "qkv")
+    state = torch.einsum("btd,bte->btde", k, v).cumsum(1)
+    state = state if carry is None else state + carry[:, None]
+    return pp.Output(x + torch.einsum("btd,btde->bte", q, state).tanh(), carry=state[:, -1])
+
+
+def cached_attention(params, x, carry):
+    """A carry that grows: the keys and values so far."""
+    q, k, v = (x @ params[name] for name in "qkv")
+    past = 0 if carry is None else carry[0].shape[1]
+    k, v = (k, v) if carry is None else (torch.cat(pair, 1) for pair in zip(carry, (k, v), strict=True))
+    mask = torch.ones(x.shape[1], past + x.shape[1], dtype=torch.bool).tril(past)
+    return pp.Output(x + scaled_dot_product_attention(q, k, v, attn_mask=mask), carry=(k, v))
+
+
+def recurrent(params, x, carry):
+    """A carry token by token, a dictionary."""
+    h = torch.zeros_like(x[:, 0]) if carry is None else carry["h"]
+    rows = []
+    for token in x.unbind(1):
+        h = torch.tanh(token @ params["q"] + h @ params["k"])
+        rows.append(h @ params["v"])
+    return pp.Output(torch.stack(rows, 1), carry={"h": h})
+
+
+CELLS = {"linear": linear_attention, "cache": cached_attention, "recurrent": recurrent}
+PARAMS = {
+    s: {n: normal(WIDTH, WIDTH, seed=9 * s + i) / 3 for i, n in enumerate("qkv")} for s in range(STAGES)
+}
+INPUTS, TARGETS = (
+    normal(SEQUENCES * ROWS, TOKENS, WIDTH, seed=77),
+    normal(SEQUENCES * ROWS, TOKENS, WIDTH, seed=78),
+)
+
+
+def loss_fn(y, target):
+    return (y - target).square().mean()
+
+
+def in_one_piece(cell, params, first=None):
+    y, carries = INPUTS, {}
+    for s in range(STAGES):
+        out = cell(params[s], y, None if first is None else first[s])
+        y, carries[s] = out.y, out.carry
+    return loss_fn(y, TARGETS), carries
+
+
+@cache
+def expected(name):
+    grads, carries = torch.func.grad(lambda params: in_one_piece(CELLS[name], params), has_aux=True)(PARAMS)
+    return in_one_piece(CELLS[name], PARAMS)[0], grads, carries
+
+
+def cut(slices):
+    return tuple(pp.microbatch(batch, SEQUENCES, slices=slices) for batch in (INPUTS, TARGETS))
+
+
+def weights(slices):
+    """Of the tokens of each slice."""
+    lengths = slices if isinstance(slices, list) else [TOKENS // slices] * slices
+    return [n / TOKENS / SEQUENCES for n in lengths] * SEQUENCES
+
+
+def close(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+SCHEDULES = {
+    "seq1f1b": lambda k: seq1f1b(STAGES, SEQUENCES, k),
+    "seq_zb": lambda k: seq_zb(STAGES, SEQUENCES, k),
+    "stages in turn": lambda k: seq1f1b(2, SEQUENCES, k, chunks=2),
+    "in turn, apart": lambda k: seq_zb(2, SEQUENCES, k, chunks=2),
+    "a planned V": lambda k: plan(2, SEQUENCES * k, placement="v", slices=k, effort=0.01).schedule,
+    "computed again": lambda k: insert_recomputes(seq1f1b(STAGES, SEQUENCES, k)),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("slices", [2, [5, 8, 3]], ids=str)
+def test_every_schedule_gives_what_the_model_in_one_piece_gives(schedule, cell, slices):
+    k = slices if isinstance(slices, int) else len(slices)
+    step = pp.value_and_grad(
+        [CELLS[cell]] * STAGES,
+        loss_fn,
+        SCHEDULES[schedule](k),
+        loss_weights=weights(slices),
+        return_carry=True,
+    )
+    found = step(PARAMS, *cut(slices))
+    loss, grads, carries = expected(cell)
+    close(found.loss, loss)
+    close(found.grads, grads)
+    assert found.carry_grads == {} and list(found.carry) == list(range(STAGES))
+    joined = {s: pp.Microbatches(found.carry[s]).join() for s in found.carry}
+    close(joined, {s: carries[s] for s in joined})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("slices", [2, 8])
+@pytest.mark.parametrize("build", [seq1f1b, seq_zb])
+def test_every_engine_gives_what_the_model_in_one_piece_gives(engine, cell, slices, build):
+    step = pp.value_and_grad(
+        [CELLS[cell]] * STAGES, loss_fn, build(STAGES, SEQUENCES, slices), engine=ENGINES[engine]
+    )
+    loss, grads = step(PARAMS, *cut(slices))
+    close(loss, expected(cell)[0])
+    close(grads, expected(cell)[1])
+
+
+def test_the_same_bits_under_every_schedule():
+    results = [
+        pp.value_and_grad([linear_attention] * STAGES, loss_fn, SCHEDULES[name](4))(PARAMS, *cut(4))
+        for name in SCHEDULES
+        if name != "computed again"
+    ]
+    whole = [result for result, name in zip(results, SCHEDULES, strict=False) if "apart" not in name]
+    assert all(same_bits(result[0], whole[0][0]) for result in whole)
+    for s in range(STAGES):
+        assert all(same_bits(result[1][s], whole[0][1][s]) for result in whole)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_first_carry_has_a_gradient_and_the_last_is_the_next_first(engine):
+    first = {s: normal(SEQUENCES * ROWS, WIDTH, WIDTH, seed=40 + s) for s in range(STAGES)}
+    wanted, carries = torch.func.grad(
+        lambda first: in_one_piece(linear_attention, PARAMS, first), has_aux=True
+    )(first)
+    given = {s: pp.microbatch(tree, SEQUENCES) for s, tree in first.items()}
+    schedule = seq_zb(STAGES, SEQUENCES, 4)
+    step = pp.value_and_grad(
+        [linear_attention] * STAGES, loss_fn, schedule, engine=ENGINES[engine], return_carry=True
+    )
+    found = step(PARAMS, *cut(4), carry=given)
+    close({s: tree.join() for s, tree in found.carry_grads.items()}, wanted)
+    close({s: tree.join() for s, tree in found.carry.items()}, carries)
+    # Truncated backpropagation: two halves of the sequences, the second begins where the first ends.
+    halves = [tuple(pp.microbatch(b, SEQUENCES, slices=2) for b in pair) for pair in zip(
+        INPUTS.chunk(2, 1), TARGETS.chunk(2, 1), strict=True
+    )]  # fmt: skip
+    step = pp.value_and_grad(
+        [linear_attention] * STAGES, loss_fn, seq1f1b(STAGES, SEQUENCES, 2), return_carry=True
+    )
+    one = step(PARAMS, *halves[0])
+    two = step(PARAMS, *halves[1], carry=one.carry)
+    close((one.loss + two.loss) / 2, expected("linear")[0])
+
+
+def test_an_evaluation_has_the_loss_and_the_last_carries():
+    for schedule in (seq1f1b(STAGES, SEQUENCES, 4), forward_only(seq1f1b(2, SEQUENCES, 4, chunks=2))):
+        step = pp.evaluate([cached_attention] * STAGES, loss_fn, schedule, return_carry=True)
+        found = step(PARAMS, *cut(4))
+        close(found.loss, expected("cache")[0])
+        close(found.carry[STAGES - 1].join(), expected("cache")[2][STAGES - 1])
+
+
+def test_a_slice_of_no_weight_still_carries():
+    weighed = [0.0, 0.5, 0.0, 0.5] + [0.0] * 4 + [0.0, 0.0, 0.0, 1.0]
+
+    def whole(params):
+        y = INPUTS
+        for s in range(STAGES):
+            y = linear_attention(params[s], y, None).y
+        parts = zip(*(pp.microbatch(b, SEQUENCES, slices=4) for b in (y, TARGETS)), weighed, strict=True)
+        return sum(weight * loss_fn(y, target) for y, target, weight in parts)
+
+    step = pp.value_and_grad(
+        [linear_attention] * STAGES, loss_fn, seq_zb(STAGES, SEQUENCES, 4), loss_weights=weighed
+    )
+    loss, grads = step(PARAMS, *cut(4))
+    close(loss, whole(PARAMS))
+    close(grads, torch.func.grad(whole)(PARAMS))
+
+
+def test_dropout_depends_on_the_slice_alone():
+    def dropping(params, x, carry):
+        out = linear_attention(params, x, carry)
+        return out._replace(y=torch.nn.functional.dropout(out.y, 0.5))
+
+    results = [
+        pp.value_and_grad([dropping] * STAGES, loss_fn, schedule)(PARAMS, *cut(4), seed=(0, 1))
+        for schedule in (seq1f1b(STAGES, SEQUENCES, 4), seq1f1b(2, SEQUENCES, 4, chunks=2))
+    ]
+    assert same_bits(results[0][0], results[1][0])
+    assert all(same_bits(results[0][1][s], results[1][1][s]) for s in range(STAGES))
+
+
+def test_a_stage_may_carry_nothing():
+    def plain(params, x, carry):
+        return pp.Output(x @ params["q"] @ params["k"] @ params["v"], carry=())
+
+    stages = [plain, linear_attention, linear_attention, plain]
+    step = pp.value_and_grad(stages, loss_fn, seq1f1b(STAGES, SEQUENCES, 4))
+
+    def whole(params):
+        y = INPUTS
+        for s, stage in enumerate(stages):
+            y = stage(params[s], y, None).y
+        return loss_fn(y, TARGETS)
+
+    loss, grads = step(PARAMS, *cut(4))
+    close(loss, whole(PARAMS))
+    close(grads[1], torch.func.grad(whole)(PARAMS)[1])
+
+
+def by_process(rank, size, name, cell):
+    """Of this rank: loss, gradients and last carries; predicted and measured bytes of a step."""
+    schedule = {"seq1f1b": seq1f1b, "seq_zb": seq_zb}[name](size, SEQUENCES, 4)
+    params = {s: PARAMS[s] for s in schedule.stages_of(rank)}
+    # Views with gaps would be copied by the operators that read them.
+    inputs, targets = (batch.map(torch.Tensor.contiguous) for batch in cut(4))
+    batch = inputs if rank == 0 else None, targets if rank == size - 1 else None
+    with pp.P2P(mapped=False) as transport:
+        step = pp.value_and_grad([CELLS[cell]] * size, loss_fn, schedule, transport, return_carry=True)
+        memory = step.lower(params, *batch).memory_analysis()[rank]
+        found = step(params, *batch)
+        given = [t for t in tree_leaves((params, batch)) if t is not None]
+        with LiveStorages(given) as counted:
+            step(params, *batch)
+    whole = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}.values())
+    return (
+        found.loss,
+        found.grads,
+        {s: c.trees for s, c in found.carry.items()},
+        memory.peak,
+        whole + counted.peak,
+    )
+
+
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("name", ["seq1f1b", "seq_zb"])
+def test_processes_give_the_same_bits_and_the_bytes_that_are_predicted(name, cell, two):
+    schedule = {"seq1f1b": seq1f1b, "seq_zb": seq_zb}[name](2, SEQUENCES, 4)
+    step = pp.value_and_grad([CELLS[cell]] * 2, loss_fn, schedule, return_carry=True)
+    alone = step({s: PARAMS[s] for s in range(2)}, *cut(4))
+    for rank, (loss, grads, carry, predicted, most) in enumerate(two(by_process, name, cell)):
+        assert same_bits(loss, alone.loss) and same_bits(grads[rank], alone.grads[rank])
+        assert all(map(same_bits, carry[rank], alone.carry[rank].trees))
+        assert predicted == pytest.approx(most, rel=0.01)
+
+
+BATCH = cut(4)
+MISTAKES = {
+    "a whole batch": (
+        lambda: _step()(PARAMS, INPUTS, BATCH[1]),
+        "inputs: got a whole batch, and the schedule 'seq1f1b' has 4 slices of a sequence; cut it,"
+        " ppfunc.microbatch(inputs, 3, slices=4)",
+    ),
+    "another number": (
+        lambda: _step()(PARAMS, *cut(2)),
+        "inputs: got 6 microbatches, the schedule has 12",
+    ),
+    "a carry in one piece": (
+        lambda: _step()(PARAMS, *BATCH, carry={0: INPUTS}),
+        "of type Tensor, expected ppfunc.Microbatches of a tree for each of the 3",
+    ),
+    "a carry of another stage": (
+        lambda: _step()(PARAMS, *BATCH, carry={9: pp.microbatch(INPUTS, 3)}),
+        "carry: got the stages [9]",
+    ),
+    "a carry without slices": (
+        lambda: pp.value_and_grad([lambda p, x: x @ p["q"]] * STAGES, loss_fn, pp.gpipe(STAGES, 3))(
+            PARAMS, INPUTS, TARGETS, carry={0: pp.microbatch(INPUTS, 3)}
+        ),
+        "carry: got one, and the schedule 'gpipe' has no slices; leave it out",
+    ),
+    "no carry returned": (
+        lambda: _step(lambda p, x, c: x @ p["q"])(PARAMS, *BATCH),
+        "it returns no carry, but the schedule has slices: return Output(y, carry=tree), or carry=()",
+    ),
+    "a carry returned without slices": (
+        lambda: pp.value_and_grad(
+            [lambda p, x: linear_attention(p, x, None)] * STAGES, loss_fn, pp.gpipe(STAGES, 3)
+        )(PARAMS, INPUTS, TARGETS),
+        "it returns a carry, but the schedule has no slices: take one of slices, such as seq1f1b",
+    ),
+    "a carry asked for without slices": (
+        lambda: pp.value_and_grad(
+            [linear_attention] * STAGES, loss_fn, pp.gpipe(STAGES, 3), return_carry=True
+        ),
+        "return_carry: got True, and the schedule 'gpipe' has no slices; leave it out",
+    ),
+    "a first carry of another form": (
+        lambda: _step()(PARAMS, *BATCH, carry={0: pp.microbatch(INPUTS, 3)}),
+        "skips={0: float64[2,16,8]}",
+    ),
+}  # fmt: skip
+
+
+def _step(cell=linear_attention):
+    return pp.value_and_grad([cell] * STAGES, loss_fn, seq1f1b(STAGES, SEQUENCES, 4))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_before_anything_runs(mistake):
+    run, told = MISTAKES[mistake]
+    with pytest.raises((ValueError, TypeError, pp.StageError)) as error:
+        run()
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "slices, axis, told",
+    [
+        (5, 1, "batch: got 16 tokens in axis 1 of the shape (2, 16, 8), and slices = 5, expected a divisor"),
+        ([9, 8], 1, "batch: got 16 tokens in axis 1"),
+        ([16, 0], 1, "batch: got 16 tokens in axis 1"),
+        (0, 1, "batch: got 16 tokens in axis 1"),
+        (4, 3, "batch: got 0 tokens in axis 3"),
+        ("4", 1, "slices: got '4', expected their number, or a list of lengths"),
+        (True, 1, "slices: got True, expected their number"),
+        (4, "t", "axis: got 't'"),
+    ],
+)
+def test_slices_that_do_not_make_up_a_sequence_are_refused(slices, axis, told):
+    with pytest.raises((ValueError, TypeError)) as error:
+        pp.microbatch(INPUTS, SEQUENCES, slices=slices, axis=axis)
+    assert told in str(error.value)
