@@ -307,9 +307,32 @@ MISTAKES = {
         ),
         "return_carry: got True, and the schedule 'gpipe' has no slices; leave it out",
     ),
+    "a stage that takes none": (
+        lambda: _step(lambda p, x: x @ p["q"])(PARAMS, *BATCH),
+        "with one argument more for a carry of slices",
+    ),
+    "an ensemble": (
+        lambda: pp.value_and_grad(
+            *pp.ensemble([linear_attention] * STAGES, loss_fn), seq1f1b(STAGES, SEQUENCES, 4), loss_shape=(2,)
+        )(PARAMS, *BATCH),
+        "stages[0]: got a function of ppfunc.ensemble, which knows no carry, and the schedule 'seq1f1b' has"
+        " slices",
+    ),
+    "a product with the Hessian": (
+        lambda: pp.hvp([linear_attention] * STAGES, loss_fn, seq1f1b(STAGES, SEQUENCES, 4))(
+            PARAMS, PARAMS, *BATCH
+        ),
+        "stages[0]: got a function of ppfunc.jvp and hvp, which knows no carry",
+    ),
+    "gradients of samples": (
+        lambda: pp.per_sample_grad(
+            [linear_attention] * STAGES, loss_fn, seq1f1b(STAGES, SEQUENCES, 4), samples=2
+        )(PARAMS, *BATCH),
+        "stages[0]: got a function of ppfunc.per_sample_grad, which knows no carry",
+    ),
     "a first carry of another form": (
         lambda: _step()(PARAMS, *BATCH, carry={0: pp.microbatch(INPUTS, 3)}),
-        "skips={0: float64[2,16,8]}",
+        "x = Carried(x=float64[2,4,8] no grad, carry=float64[2,16,8])",
     ),
 }  # fmt: skip
 

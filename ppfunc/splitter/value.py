@@ -27,7 +27,7 @@ from ppfunc.stage.errors import StageError
 from ppfunc.stage.frozen import detached, note_parameters
 from ppfunc.stage.layout import Boundary, as_dtensor, declaring, layout_of, whole
 from ppfunc.stage.process import process_lock
-from ppfunc.stage.program import Output
+from ppfunc.stage.program import WITHOUT_CARRY, Output
 from ppfunc.stage.tree import tree_map
 
 from .call import LeafForm, Tensors, read_call
@@ -343,6 +343,7 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
 
     note_parameters(run, model, names)
     vars(run)[READS] = model
+    vars(run)[WITHOUT_CARRY] = "a model that was split"
     vars(run)["sizes_vary"] = False  # its code is that of one form of the inputs
     vars(run)["cut"] = source.cut
     vars(run)["known"] = source.known if source.known.names else None  # how a step reads its inputs

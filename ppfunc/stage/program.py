@@ -154,6 +154,22 @@ class Output(NamedTuple):
     carry: Any = None
 
 
+WITHOUT_CARRY = "without_carry"
+"""The attribute of a stage that cannot take a carry: the name of what has made it."""
+
+
+class Carried(NamedTuple):
+    """The input of a slice, before it is taken apart for the stage.
+
+    Args:
+        x: input of the stage.
+        carry: tree of the slice before; None in the first slice of a sequence, unless the step was given it.
+    """
+
+    x: Any
+    carry: Any
+
+
 class Received(NamedTuple):
     """The input of a stage at which skip connections end.
 

@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ._torch import TorchDispatchMode, jvp
 from .layout import Boundary, declaring, distributed, layout_of, local, whole
 from .operators import draws, effects_of, is_collective, written
-from .program import Gradients, Leaves, Loss, Output, Received, Stage, without_aux
+from .program import WITHOUT_CARRY, Gradients, Leaves, Loss, Output, Received, Stage, without_aux
 from .signature import differentiable, flatten
 from .tree import filled, tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
@@ -99,6 +99,7 @@ def ensemble(
                 )
             return out
 
+        vars(models)[WITHOUT_CARRY] = "ppfunc.ensemble"
         boundary = Boundary.of(fn)
         behind = boundary.map(_inward)
         return declaring(models, behind._replace(inputs=boundary.inputs) if first else behind)
@@ -147,6 +148,7 @@ def per_sample(fn: Stage, *, randomness: str = "error", alone: bool = True, join
         out = batched(one, (params, x, *extras), (True,) * (2 + len(extras)), randomness)
         return tree_map(_joined, out) if joined else out
 
+    vars(stage)[WITHOUT_CARRY] = "ppfunc.per_sample_grad"
     return stage
 
 
@@ -308,6 +310,7 @@ def dual(fn: Stage, *, slope_alone: bool = False) -> Stage:
         loss = None if y.loss is None else _pair(y.loss, ty.loss, slope_alone)
         return Output((y.y, ty.y), loss, y.metrics, y.state, skips)
 
+    vars(stage)[WITHOUT_CARRY] = "ppfunc.jvp and hvp"
     return declaring(stage, Boundary.of(fn).map(lambda prefix: (prefix, prefix)))
 
 

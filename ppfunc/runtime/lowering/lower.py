@@ -17,6 +17,7 @@ from ppfunc.stage.abstract.output import StageFunction, children, received_signa
 from ppfunc.stage.errors import line_of, warn
 from ppfunc.stage.frozen import FrozenLeaves
 from ppfunc.stage.layout import Boundary, same_placement
+from ppfunc.stage.program import WITHOUT_CARRY
 from ppfunc.stage.signature import leaf_names
 
 from ..ports.protocols import LossPart, Route, Transport
@@ -442,6 +443,11 @@ def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: tuple
     fn = pipeline.stages[k]
     if fn is None:
         raise ValueError(f"stages[{k}]: got None, but this process runs that stage; give its function")
+    if schedule.slices > 1 and (by := getattr(fn, WITHOUT_CARRY, "")):
+        raise ValueError(
+            f"stages[{k}]: got a function of {by}, which knows no carry, and the schedule {schedule.name!r}"
+            " has slices; take a schedule without"
+        )
     return StageFunction(
         fn,
         pipeline.loss_fn if last else None,
@@ -449,7 +455,7 @@ def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: tuple
         last and "outputs" in spec.wants,
         tuple(schedule.model_stages[sink] for sink in sinks[int(not last) :] if sink != stage),
         spec.frozen_in(k, form.params[k]),
-        k if schedule.slices > 1 else None,
+        schedule.slices > 1,
     )
 
 
@@ -469,7 +475,7 @@ def _lower_stage(
     senders = [BATCH if edge.stage == BATCH else schedule.model_stages[edge.stage] for edge in received]
     signatures = [edge.signature for edge in received]
     _require_layouts(model_stage, boundary, form.params[model_stage], zip(senders, signatures, strict=True))
-    example = (params, received_signature(senders, signatures), *extras)
+    example = (params, received_signature(senders, signatures, function.carries), *extras)
     device = form.devices[model_stage]
     call = StageCall(function, example, f"stage {model_stage}", device, model_stage)
     outline = pipeline.programs.outline(call)

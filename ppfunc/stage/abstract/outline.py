@@ -266,8 +266,8 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
             mend = "where the stage takes no extra, leave it out of extras= and state= of the step"
         elif "positional argument" in str(error) and not line_of(error):  # of the stage itself
             mend = (
-                "a stage is called as fn(params, x), a module as forward(x), with one argument more for each"
-                " extra and for its state"
+                "a stage is called as fn(params, x), a module as forward(x), with one argument more for a"
+                " carry of slices, for each extra, and for its state"
             )
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", mend) from error
 

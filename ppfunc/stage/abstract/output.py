@@ -11,7 +11,7 @@ import torch
 from ..constants import with_constants, without_constants
 from ..errors import StageError, line_of, raised
 from ..layout import whole
-from ..program import Output, Received
+from ..program import Carried, Output, Received
 from ..signature import Signature, flatten
 from ..tree import tree_flatten, tree_structure
 from .evaluation import DATA_DEPENDENT, NoValuesError
@@ -29,7 +29,8 @@ class StageFunction:
             loss, aux = loss_fn(out.y, target)
             return (out.y, out.skips, loss + out.loss), (outputs, out.metrics, aux, out.state)
 
-    A carry, which is the last of the skips on both sides, goes to ``fn`` as an argument after ``x``.
+    With a carry, ``x`` is :class:`Carried`, ``fn`` gets ``(params, x, carry, *extras)``, and ``out.carry`` is
+    the last of the skips.
 
     A loss function that returns the loss alone has None for ``aux``.
 
@@ -40,7 +41,7 @@ class StageFunction:
         returns_outputs: whether its output is returned to the caller.
         skips: the stages of the model that it sends skip connections to.
         frozen: numbers of the parameters that get no gradient.
-        carries: number of the stage in the model if it hands a carry to itself, else None.
+        carries: whether it hands a carry to itself.
     """
 
     fn: Callable[..., Any]
@@ -49,7 +50,7 @@ class StageFunction:
     returns_outputs: bool = False
     skips: tuple[int, ...] = ()
     frozen: frozenset[int] = frozenset()
-    carries: int | None = None
+    carries: bool = False
 
     @property
     def targeted(self) -> bool:
@@ -70,12 +71,7 @@ class StageFunction:
             params = treedef.unflatten(
                 leaf.detach() if n in self.frozen else leaf for n, leaf in enumerate(leaves)
             )
-        if self.carries is None:
-            out = self.fn(params, x, *rest)
-        else:
-            others = {s: tree for s, tree in x.skips.items() if s != self.carries}
-            carry, x = x.skips[self.carries], Received(x.x, others) if others else x.x
-            out = self.fn(params, x, carry, *rest)
+        out = self.fn(params, *(x if self.carries else (x,)), *rest)
         if out is None:
             raise TypeError(
                 "it returned None, expected its activation: end it with `return y`, or with `return ()` if it"
@@ -94,7 +90,7 @@ class StageFunction:
                 f" {sorted(self.skips)}; return them as Output(y, skips={{destination: tree}}), and declare"
                 " them by ppfunc.with_skips(schedule, [(source, destination), ...])"
             )
-        if (out.carry is None) != (self.carries is None):
+        if (out.carry is None) is self.carries:
             raise ValueError(
                 "it returns no carry, but the schedule has slices: return Output(y, carry=tree), or carry=()"
                 " if the next slice needs none"
@@ -108,7 +104,7 @@ class StageFunction:
         activation = None if self.last else y
         outputs = y if self.returns_outputs else None
         state = _in_order_of(rest[-1], out.state) if rest else out.state
-        sent = tuple(skips[s] for s in self.skips) + ((out.carry,) if self.carries is not None else ())
+        sent = tuple(skips[s] for s in self.skips) + ((out.carry,) if self.carries else ())
         return (activation, sent, loss), (outputs, out.metrics, aux, state)
 
 
@@ -159,12 +155,16 @@ def _in_order_of(before: Any, state: Any) -> Any:
         return state
 
 
-def received_signature(sources: Sequence[int], parts: Sequence[Signature]) -> Signature:
-    """Return the signature of a stage's input from ``sources``: the stage before, or the batch, first."""
-    if len(parts) == 1:
-        return parts[0]
+def received_signature(sources: Sequence[int], parts: Sequence[Signature], carries: bool) -> Signature:
+    """Return the signature of a stage's input from ``sources``: the stage before, or the batch, first.
+
+    Args:
+        carries: whether the last part is the carry of the stage.
+    """
     trees = [part.unflatten(part.leaves) for part in parts]
-    leaves, treedef = tree_flatten(Received(trees[0], dict(zip(sources[1:], trees[1:], strict=True))))
+    x, *skips = trees[: len(trees) - carries]
+    given = Received(x, dict(zip(sources[1:], skips, strict=False))) if skips else x
+    leaves, treedef = tree_flatten(Carried(given, trees[-1]) if carries else given)
     return Signature(treedef, tuple(leaves))
 
 
