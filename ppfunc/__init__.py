@@ -9,6 +9,9 @@ tied                    parameters of several stages that are one, with one grad
 rank                    a worker of the pipeline that holds stages: a process, or a part of it (``InProcess``)
 chunk                   one of the stages of a rank that holds several
 microbatch              a part of the batch, which goes through the stages by itself
+sequence, slice         a row of the batch, and one of the parts of its tokens, each of them a microbatch
+carry                   a tree that a stage hands from a slice to the next, with its gradient: ``carry`` of
+                        ``jax.lax.scan``, whose ``xs`` are slices; ``carry=`` of a step is its ``init``
 chain                   a path of stages that some microbatches take; bidirectional schedules have two
 replica                 one of several places of the same parameters: stages of two chains, or data ranks
 placement               the rank of each stage

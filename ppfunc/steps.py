@@ -113,7 +113,9 @@ def value_and_grad(
             None for stages that this process does not run. Or a :class:`ppfunc.Split`, which brings its skip
             connections and tied parameters. A stage takes extras and a state as further arguments, in this
             order, if the step is given them. It returns ``y``, or a :class:`ppfunc.Output` with a loss,
-            metrics, a new state or skip connections of its own.
+            metrics, a new state or skip connections of its own. Under a schedule of slices it is
+            ``fn(params, x, carry) -> Output(y, carry=tree)``: it gets the carry of the slice before, None in
+            the first slice of a sequence.
         loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage. With
             ``has_aux`` it may return ``(scalar, aux)``, where ``aux`` is a tree of tensors, such as counts of
             right answers.
@@ -163,10 +165,11 @@ def value_and_grad(
             end of every step, and runs a step that fails a second time, to find that place.
 
     Returns:
-        ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``,
-        which returns ``(loss, grads)``; if more is asked for, by ``has_aux``, ``return_losses``,
-        ``return_outputs`` or a tuple of ``argnums``, a :class:`ppfunc.StepResult` with ``loss``, ``grads``,
-        ``input_grads``, ``aux``, ``losses`` and ``outputs``.
+        ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None,
+        carry=None)``, which returns ``(loss, grads)``; if more is asked for, by ``has_aux``,
+        ``return_losses``, ``return_outputs``, ``return_carry`` or a tuple of ``argnums``, a
+        :class:`ppfunc.StepResult` with ``loss``, ``grads``, ``input_grads``, ``aux``, ``losses``,
+        ``outputs``, ``carry`` and ``carry_grads``.
 
         * ``params``: ``{stage: tree}``, the stages of the model that this process runs (all of them in
           process); ``schedule.model_stages_of(rank)`` says which. The leaves of this and all other trees are
@@ -186,6 +189,8 @@ def value_and_grad(
         * ``extras``: ``{stage: batch}``, further inputs of stages of this process, as the inputs are given.
         * ``state``: ``{stage: tree}``; a stage's microbatches pass it on from one to the next, in the order
           of the schedule. Nothing is differentiated with respect to extras and state.
+        * ``carry``: ``{stage: Microbatches}``, a tree for each sequence, that its first slice gets. Inputs
+          and targets of slices are Microbatches: ``ppfunc.microbatch(batch, sequences, slices=k)`` cuts them.
 
         The loss, a scalar, is returned on every rank. Losses in float16 or bfloat16 are summed and returned
         in float32. ``grads`` has the structure of ``params``, and zeros for parameters on which no loss
@@ -279,8 +284,8 @@ def evaluate(
             this engine.
 
     Returns:
-        ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None)``. It
-        returns the loss, the outputs or ``aux`` if only one of them is asked for, else a
+        ``step(params, inputs, targets=None, *, loss_weights=None, seed=None, extras=None, state=None,
+        carry=None)``. It returns the loss, the outputs or ``aux`` if only one of them is asked for, else a
         :class:`ppfunc.StepResult`. The loss is on every rank, the outputs are on the rank of the last stage,
         and None elsewhere. They are one tree, joined along axis 0, or :class:`ppfunc.Microbatches` if the
         inputs are. If two chains end in different processes, each has the rows of its own chain, in their
