@@ -116,20 +116,6 @@ def test_sgd_of_halves_is_that_of_float64(dtype, momentum, nesterov):
     torch.testing.assert_close(got.double(), want, rtol=eps, atol=eps)
 
 
-def test_mixed_dtypes_and_integer_leaves():
-    params = {"half": torch.ones(3, dtype=torch.bfloat16), "full": torch.ones(3), "ids": torch.arange(3)}
-    grads = {"half": torch.ones(3, dtype=torch.bfloat16), "full": torch.ones(3), "ids": torch.zeros(3)}
-    grads["ids"] = torch.zeros_like(params["ids"])
-    optimizer = adamw(0.25, weight_decay=0.0)
-    state = optimizer.init(params)
-    assert state["mean"]["ids"] is None and state["mean"]["half"].dtype == torch.bfloat16
-    new, state = optimizer.update(grads, state, params)
-    assert new["ids"] is params["ids"]
-    assert new["half"].dtype == torch.bfloat16
-    torch.testing.assert_close(new["half"].float(), torch.full((3,), 0.75))
-    torch.testing.assert_close(new["full"], torch.full((3,), 0.75))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "make", [lambda: adamw(0.1), lambda: sgd(0.1, 0.9, 0.2), lambda: sgd(0.1, 0.9, nesterov=True)]
