@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
 import ppfunc as pp
+from ppfunc.runtime.running import calls
 from ppfunc.runtime.running.calls import Sum
 from ppfunc.runtime.running.execute import Owned
 from tests.models import normal
@@ -161,3 +163,13 @@ def test_what_would_add_nothing_up_is_refused():
     ):
         with pytest.raises((TypeError, ValueError), match="sum_dtype"):
             pp.value_and_grad([stage] * 2, loss_fn, pp.gpipe(2, M), sum_dtype=wrong, **options)
+
+
+def test_views_of_parameters_among_residuals_come_back_where_they_lay():
+    w, key, low = normal(5), (0, 0), SimpleNamespace(model_stage=0)
+    buffers = SimpleNamespace(params={0: (w,)}, residuals={key: (w[2:], w[::2], w.sum())})
+    kept = buffers.residuals[key]
+    calls.release_params(low, key, buffers)
+    assert [isinstance(t, calls.Held) for t in buffers.residuals[key]] == [True, True, False]
+    calls.restore_params(low, key, buffers)
+    assert all(map(torch.equal, buffers.residuals[key], kept))
