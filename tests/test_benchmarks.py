@@ -30,6 +30,16 @@ def test_the_time_of_a_step(fresh, store_port):
     assert over_ideal == pytest.approx(ours / ideal, rel=0.05)
 
 
+def test_steps_of_slices(fresh, store_port):
+    sizes = "--tokens", "16", "--width", "16", "--blocks", "1", "--rounds", "1"
+    printed, other = fresh(2)(run_script, store_port, FOLDER / "slices.py", *sizes)
+    names = ["1f1b", "zb_h1", "seq1f1b", "seq_zb"]
+    assert re.findall(r"^step: (\S+) \S+ ms, 1f1b", printed, re.MULTILINE) == names
+    for text in (printed, other):
+        found = re.findall(r"^rank \d: (\S+) peak (\S+), gradients off by (\S+)$", text, re.MULTILINE)
+        assert [name for name, _, _ in found] == names and all(float(off) < 1e-5 for *_, off in found)
+
+
 def test_the_price_of_pairs(fresh, store_port):
     options = *SMALL[:4], "--width", "8", "--tokens", "4"
     printed, _ = fresh(2)(run_script, store_port, FOLDER / "experts.py", *options)
