@@ -349,6 +349,17 @@ def test_mistakes_are_told_before_anything_runs(mistake):
     assert told in str(error.value)
 
 
+def test_numbers_of_a_batch_are_those_of_each_slice_and_what_has_no_tokens_is_refused():
+    batch = {"x": INPUTS, "scale": 2, "name": "a"}
+    parts = pp.microbatch(batch, SEQUENCES, slices=[10, 6])
+    assert [(part["x"].shape[1], part["scale"], part["name"]) for part in parts][:2] == [
+        (10, 2, "a"),
+        (6, 2, "a"),
+    ]
+    with pytest.raises(ValueError, match=r"batch: got ppfunc.replicated\(x\) or a mask of attention"):
+        pp.microbatch((INPUTS, pp.replicated(TARGETS)), SEQUENCES, slices=2)
+
+
 @pytest.mark.parametrize(
     "slices, axis, told",
     [

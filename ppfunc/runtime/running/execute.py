@@ -154,7 +154,8 @@ def _fill_stage(
     for n, leaves in enumerate(arguments.carry.get(model_stage, ())):
         first = n * lowered.schedule.slices
         if first in microbatches and leaves:
-            buffers.values[Tag("F", stage, stage, first)] = tuple(leaves)
+            device = lowered.form.devices[model_stage]
+            buffers.values[Tag("F", stage, stage, first)] = tuple(upload(t, device) for t in leaves)
     if stage == chain.stages[0]:
         buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in microbatches)
 
@@ -275,7 +276,9 @@ def _carries(
             signature = (low.sinks if end else low.sources)[-1].signature
             leaves = iter(kept.get((stage, m), ()))
             made = (
-                owned(next(leaves)) if end or leaf.grad else torch.zeros(leaf.shape, dtype=leaf.dtype)
+                owned(next(leaves))
+                if end or leaf.grad
+                else torch.zeros(leaf.shape, dtype=leaf.dtype, device=low.device)
                 for leaf in signature.leaves
             )
             trees.setdefault(low.model_stage, []).append(signature.wrap(made))

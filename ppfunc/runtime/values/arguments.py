@@ -566,6 +566,11 @@ def microbatch(
         if not counted and not (isinstance(slices, list | tuple) and all(isinstance(n, int) for n in slices)):
             raise TypeError(f"slices: got {slices!r}, expected their number, or a list of lengths")
         require_type("axis", axis, int, "the axis of the tokens")
+        if without_marks(with_constants(batch, "batch"))[1] is not None:
+            raise ValueError(
+                "batch: got ppfunc.replicated(x) or a mask of attention, of which nothing says what a slice"
+                " takes; put the parts together yourself, ppfunc.Microbatches([...])"
+            )
         sequences = microbatch(batch, microbatches)
         return Microbatches(chain.from_iterable(_slices_of(tree, slices, axis) for tree in sequences))
     leaves, form = read_tree(with_constants(batch, "batch"), "batch", microbatches)
@@ -574,10 +579,13 @@ def microbatch(
 
 
 def _slices_of(tree: Any, slices: int | Sequence[int], axis: int) -> Iterator[Any]:
-    """Cut the leaves of a sequence along an axis."""
+    """Cut the tensors of a sequence along an axis; each slice takes numbers, texts and flags as they are."""
     leaves, treedef = tree_flatten(tree)
-    columns = []
+    columns: list[Sequence[Any]] = []
     for path, leaf in zip(tree_paths(treedef, "batch"), leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            columns.append([leaf] * (slices if isinstance(slices, int) else len(slices)))
+            continue
         tokens = leaf.shape[axis] if -leaf.ndim <= axis < leaf.ndim else 0
         equal = isinstance(slices, int) and slices > 0 and tokens % slices == 0
         lengths = [tokens // slices] * slices if isinstance(slices, int) and equal else slices
