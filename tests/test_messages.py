@@ -201,7 +201,7 @@ MISTAKES = {
     "weights that are nowhere": (
         lambda: pp.split(PAIR, ONES, at=2).load("nowhere"),
         ValueError,
-        r"^weights: nowhere is no safetensors file: .*; give one, a folder of them, or a state dict$",
+        r"^weights: there is no file nowhere; give a safetensors file, a folder of them, or a state dict$",
     ),
     "parameters before the folder": (
         lambda: pp.checkpoint.export({0: {}}, "folder"),

@@ -48,6 +48,7 @@ class Partition:
     allow_empty: InitVar[bool] = False
 
     def __post_init__(self, allow_empty: bool) -> None:
+        require_type("boundaries", self.boundaries, Sequence, "the layers at which stages begin")
         boundaries = tuple(self.boundaries)
         object.__setattr__(self, "boundaries", boundaries)
         whole = all(isinstance(b, int) and not isinstance(b, bool) for b in boundaries)

@@ -595,7 +595,11 @@ def _opened(path: Path) -> Any:
 
     try:
         return safe_open(path, framework="pt")
-    except (SafetensorError, FileNotFoundError) as error:
+    except FileNotFoundError:
+        raise ValueError(
+            f"weights: there is no file {path}; give a safetensors file, a folder of them, or a state dict"
+        ) from None
+    except SafetensorError as error:
         raise ValueError(
             f"weights: {path} is no safetensors file: {error}; give one, a folder of them, or a state dict"
         ) from None

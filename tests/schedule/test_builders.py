@@ -192,7 +192,7 @@ CHOICES = [
     ("name", "argument"),
     [c for c in CHOICES if c[1] in ("ranks", "microbatches", "sequences", "slices", "chunks")],
 )
-@pytest.mark.parametrize("value", [0, -1, 2.0, "4", True])
+@pytest.mark.parametrize("value", [0, -1, 2.0, "4", True, None])
 def test_counts_are_whole_and_positive(name, argument, value):
     with pytest.raises(
         ValueError, match=rf"{argument} = .*, expected an integer of at least 1: pass {argument}=1 or more"

@@ -230,7 +230,8 @@ def _cotangents(low: LoweredStage, key: Key) -> Callable[[Buffers], Leaves]:
 
     def cotangents(buffers: Buffers) -> Leaves:
         gy = tuple([t for tag in sinks for t in buffers.values.pop(tag)])
-        gy += tuple([torch.zeros((), dtype=f.dtype, device=low.device).expand(f.shape) for f in forms])
+        if forms:
+            gy += tuple([torch.zeros((), dtype=f.dtype, device=low.device).expand(f.shape) for f in forms])
         return gy + buffers.cotangents[key] if weighted else gy
 
     return cotangents

@@ -39,6 +39,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         DeepSeek-AI, DeepSeek-V3 Technical Report (arXiv:2412.19437), section 3.2.1;
         deepseek-ai/DualPipe, ``dualpipe.py``.
     """
+    require_counts(ranks=ranks, microbatches=microbatches)
     expected = f"an even number of at least 2 * ranks = {2 * ranks}"
     chains = _both_ways(ranks, microbatches, 2 * ranks, expected, "dualpipev")
     programs = []

@@ -32,7 +32,13 @@ class Bar(NamedTuple):
 
 
 def with_timeline(schedule: Any, timeline: Timeline | None) -> tuple[Schedule, Timeline | None]:
-    """Return the schedule and the timeline to draw, of arguments whose first may be a timeline alone."""
+    """Return the schedule and the timeline to draw, of arguments whose first may be a timeline alone.
+
+    Raises:
+        TypeError: it is no timeline.
+    """
+    expected = "a Timeline, as simulate(...) or step.record(...)[1] gives"
+    require_type("timeline", timeline, Timeline | None, expected)
     alone = isinstance(schedule, Timeline) and timeline is None
     return (schedule.schedule, schedule) if alone else (schedule, timeline)
 
@@ -174,10 +180,9 @@ def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op] = COMPUTE
 
     Raises:
         ScheduleError: it is no schedule.
-        TypeError, ValueError: it is no timeline, or not that of this schedule.
+        ValueError: the timeline is not that of this schedule.
     """
     require_schedule(schedule)
-    require_type("timeline", timeline, Timeline, "a Timeline, as simulate(...) or step.record(...)[1] gives")
     if list(map(len, timeline.starts)) != [sum(map(len, program)) for program in schedule.programs]:
         raise ValueError(
             f"timeline: got that of {timeline.schedule!r}, expected one of {schedule!r}; its own is"
