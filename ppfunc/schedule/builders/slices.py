@@ -61,8 +61,8 @@ def seq_zb(ranks: int, sequences: int, slices: int = 2, chunks: int = 1) -> Sche
 
     >>> from ppfunc.schedule import to_grid
     >>> print(to_grid(seq_zb(ranks=2, sequences=2, slices=2)), end="")
-    rank 0  0F0 0F1 0F2  .  0I1 0W1 0F3 0I0 0W0  .  0I3 0W3 0I2 0W2
-    rank 1   .  1F0 1F1 1I1 1F2 1I0 1W1 1F3 1I3 1W0 1I2 1W3 1W2  .
+    rank 0  0F0 0F1 0F2  .  0I1 0W1 0F3 0I0 0W0 0I3 0W3 0I2 0W2
+    rank 1   .  1F0 1F1 1I1 1F2 1I0 1W1 1F3 1I3 1W0 1I2 1W3 1W2
 
     Args:
         ranks: number of ranks p.
