@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, Op, insert_offloads, insert_recomputes, remove_tail, split_backward
+from ppfunc.schedule import Op, insert_offloads, insert_recomputes, remove_tail, split_backward
+from tests.builders import BUILDERS
 from tests.models import dropout_stage, same_bits, squared
 
 D = 6

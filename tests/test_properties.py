@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, strategies as st
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, Op, remove_tail
+from ppfunc.schedule import Op, remove_tail
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.testing import schedules
+from tests.builders import BUILDERS
 from tests.conftest import few
 from tests.models import normal, same_bits, squared
 

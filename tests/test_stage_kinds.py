@@ -101,7 +101,8 @@ def test_state_passes_from_microbatch_to_microbatch(engine, schedule):
         for x, target in pairs(inputs, targets):
             for s in range(4):
                 if s in state:
-                    x, _, _, now[s], _ = normalised(params[s], x, now[s])
+                    out = normalised(params[s], x, now[s])
+                    x, now[s] = out.y, out.state
                 else:
                     x = dense(params[s], x)
             total = total + squared(x, target) / M

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.ports import _torch
-from ppfunc.schedule import BUILDERS, place_communication, remove_tail
+from ppfunc.schedule import place_communication, remove_tail
+from tests.builders import BUILDERS
 from tests.clock import busy
 from tests.models import dense, problem, squared
 from tests.simulated import guard, nccl

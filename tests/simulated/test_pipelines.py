@@ -12,7 +12,8 @@ import torch
 from torch.distributed import Backend
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, remove_tail
+from ppfunc.schedule import remove_tail
+from tests.builders import BUILDERS
 from tests.models import dense, problem, same_bits, squared
 from tests.simulated.cases import cases, on_device, on_host, take
 from tests.simulated.kernels import Work

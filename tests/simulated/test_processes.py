@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, remove_tail
+from ppfunc.schedule import remove_tail
+from tests.builders import BUILDERS
 from tests.conftest import Processes
 from tests.models import dense, problem, same_bits, squared
 from tests.simulated import names

@@ -9,11 +9,12 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import ppfunc as pp
-from ppfunc.schedule import BUILDERS, remove_tail
+from ppfunc.schedule import remove_tail
 from ppfunc.stage import StageError, graph, stage_from_module
 from ppfunc.stage.engines.tracing.graph import base, is_of_forward
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.testing import schedules
+from tests.builders import BUILDERS
 from tests.conftest import few
 from tests.models import attention_block, attention_params, normal, same_bits, squared
 from tests.stage.conftest import by_autograd, through
