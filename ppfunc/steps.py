@@ -114,8 +114,9 @@ def value_and_grad(
             connections and tied parameters. A stage takes extras and a state as further arguments, in this
             order, if the step is given them. It returns ``y``, or a :class:`ppfunc.Output` with a loss,
             metrics, a new state or skip connections of its own. Under a schedule of slices it is
-            ``fn(params, x, carry) -> Output(y, carry=tree)``: it gets the carry of the slice before, None in
-            the first slice of a sequence.
+            ``fn(params, x, carry) -> Output(y, carry=tree)``, with extras and state behind the carry: it gets
+            that of the slice before, None in the first slice of a sequence. A carry is a tree of tensors; a
+            position is an int64 tensor.
         loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage. With
             ``has_aux`` it may return ``(scalar, aux)``, where ``aux`` is a tree of tensors, such as counts of
             right answers.
@@ -453,6 +454,11 @@ def make_step(
     if "carry" in spec.wants and schedule.slices == 1:
         raise ValueError(
             f"return_carry: got True, and the schedule {schedule.name!r} has no slices; leave it out"
+        )
+    if "carry" in spec.wants and schedule.replicas:
+        raise ValueError(
+            f"return_carry: got True, and stages of the schedule {schedule.name!r} have replicas, in several"
+            " places; leave it out"
         )
     proved = prove(schedule if training or schedule.forward_only else schedules.forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport

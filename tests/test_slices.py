@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import ppfunc as pp
-from ppfunc.schedule import forward_only, insert_recomputes, plan, seq1f1b, seq_zb
+from ppfunc.schedule import dualpipe, forward_only, insert_recomputes, plan, seq1f1b, seq_zb
 from ppfunc.stage.tree import tree_leaves
 from tests.models import same_bits
 from tests.storages import LiveStorages
@@ -199,6 +200,63 @@ def test_a_slice_of_no_weight_still_carries():
     close(grads, torch.func.grad(whole)(PARAMS))
 
 
+def masked(y, target):
+    """The mean over tokens that count, which is 0 / 0 of a slice of nothing but padding."""
+    counted = target != 0
+    return ((y - target).square() * counted).sum() / counted.sum()
+
+
+@pytest.mark.parametrize("build", [seq1f1b, seq_zb])
+def test_a_loss_of_no_weight_that_is_no_number_leaves_the_gradients_as_they_are(build):
+    """Padding at the end of a sequence; also the loss that a stage adds, in a slice that others follow."""
+    targets = TARGETS.clone()
+    targets[:ROWS, 12:] = 0
+    weighed = [0.1, 0.0, 0.1, 0.0, *[0.1] * 8]
+
+    def adding(params, x, carry):
+        return linear_attention(params, x, carry)._replace(loss=x.mean())
+
+    stages = [linear_attention, adding, linear_attention, linear_attention]
+    step = pp.value_and_grad(stages, masked, build(STAGES, SEQUENCES, 4), loss_weights=weighed)
+    loss, grads = step(PARAMS, BATCH[0], pp.microbatch(targets, SEQUENCES, slices=4))
+
+    def whole(params):
+        y, more = INPUTS, 0
+        for s in range(STAGES):
+            more = y if s == 1 else more
+            y = linear_attention(params[s], y, None).y
+        cut = (pp.microbatch(part, SEQUENCES, slices=4) for part in (y, targets, more))
+        return sum(w * (masked(a, b) + c.mean()) for a, b, c, w in zip(*cut, weighed, strict=True) if w)
+
+    close(loss, whole(PARAMS))
+    close(grads, torch.func.grad(whole)(PARAMS))
+    again = step(PARAMS, BATCH[0], pp.microbatch(targets, SEQUENCES, slices=4), loss_weights=[0.1] * 12)
+    assert not again[0].isfinite()  # what has weight counts
+
+
+def test_slices_of_unlike_lengths_without_weights_are_warned_of():
+    step = pp.value_and_grad([linear_attention] * STAGES, loss_fn, seq1f1b(STAGES, SEQUENCES, 3))
+    told = (
+        r"slices of \[5, 8, 3\] tokens have equal weights.*loss_weights=\[n / 48 for n in \[5, 8, 3\]\] \* 3"
+    )
+    with pytest.warns(UserWarning, match=told):
+        step(PARAMS, *cut([5, 8, 3]))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_differentiates_the_last_carry(engine):
+    """Where its derivative is infinite, zeros would make gradients that are no numbers."""
+
+    def rooted(params, x, carry):
+        out = linear_attention(params, x, carry and carry[0])
+        return out._replace(carry=(out.carry, x.sum() if carry is None else (x.sum() * 0).sqrt()))
+
+    step = pp.value_and_grad(
+        [rooted] * STAGES, loss_fn, seq1f1b(STAGES, SEQUENCES, 2), engine=ENGINES[engine]
+    )
+    close(step(PARAMS, *cut(2))[1], expected("linear")[1])
+
+
 def test_dropout_depends_on_the_slice_alone():
     def dropping(params, x, carry):
         out = linear_attention(params, x, carry)
@@ -274,12 +332,26 @@ MISTAKES = {
         " ppfunc.microbatch(inputs, 3, slices=4)",
     ),
     "another number": (
-        lambda: _step()(PARAMS, *cut(2)),
+        lambda: _step()(PARAMS, *map(pp.Microbatches, cut(2))),
         "inputs: got 6 microbatches, the schedule has 12",
     ),
     "a carry in one piece": (
         lambda: _step()(PARAMS, *BATCH, carry={0: INPUTS}),
         "of type Tensor, expected ppfunc.Microbatches of a tree for each of the 3",
+    ),
+    "carries of too few sequences": (
+        lambda: _step()(PARAMS, *BATCH, carry={0: pp.microbatch(INPUTS, 2)}),
+        "carry[0]: got Microbatches(2 of float64[3,16,8]), expected ppfunc.Microbatches of a tree for each",
+    ),
+    "sequences in another number of slices": (
+        lambda: _step()(PARAMS, *(pp.microbatch(part, 6, slices=2) for part in (INPUTS, TARGETS))),
+        "inputs: got sequences in 2 slices, the schedule 'seq1f1b' has 4; ppfunc.microbatch(inputs, 3,",
+    ),
+    "a carry of stages with replicas": (
+        lambda: pp.value_and_grad(
+            [linear_attention] * 2, loss_fn, replace(dualpipe(2, 8), slices=2), return_carry=True
+        ),
+        "return_carry: got True, and stages of the schedule 'dualpipe' have replicas",
     ),
     "a carry of another stage": (
         lambda: _step()(PARAMS, *BATCH, carry={9: pp.microbatch(INPUTS, 3)}),
@@ -365,12 +437,15 @@ def test_numbers_of_a_batch_are_those_of_each_slice_and_what_has_no_tokens_is_re
     [
         (5, 1, "batch: got 16 tokens in axis 1 of the shape (2, 16, 8), and slices = 5, expected a divisor"),
         ([9, 8], 1, "batch: got 16 tokens in axis 1"),
-        ([16, 0], 1, "batch: got 16 tokens in axis 1"),
-        (0, 1, "batch: got 16 tokens in axis 1"),
-        (4, 3, "batch: got 0 tokens in axis 3"),
+        ([16, 0], 1, "slices = 0, expected an integer of at least 1"),
+        (0, 1, "slices = 0, expected an integer of at least 1"),
+        (4, 3, "batch: got the shape (2, 16, 8), which has no axis 3 of tokens to cut"),
+        (4, 0, "axis = 0, expected an integer of at least 1"),
+        ([], 1, "slices: got [], expected their number, or a list of lengths"),
+        ([True] * 16, 1, "slices = True, expected an integer of at least 1"),
         ("4", 1, "slices: got '4', expected their number, or a list of lengths"),
-        (True, 1, "slices: got True, expected their number"),
-        (4, "t", "axis: got 't'"),
+        (True, 1, "slices = True, expected an integer of at least 1"),
+        (4, "t", "axis = 't', expected an integer of at least 1"),
     ],
 )
 def test_slices_that_do_not_make_up_a_sequence_are_refused(slices, axis, told):

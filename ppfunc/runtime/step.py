@@ -254,11 +254,11 @@ class StepFunction(Generic[P, R]):
         with_targets, weights = self.pipeline.loss_fn is not None, self.pipeline.loss_weights
         if self._known is not None and raw.inputs is not None:
             raw = replace(raw, inputs=by_value(self._known, raw.inputs, self.schedule.microbatches))
-        read = read_arguments(
-            raw, self.schedule, self._stages, with_targets, last, weights, abstract=abstract
-        )
         # Peers wait for the backward of a microbatch whose loss has no weight here.
-        return replace(read, left_out=frozenset()) if self.pipeline.transport.mixes_batches else read
+        mixed = self.pipeline.transport.mixes_batches
+        return read_arguments(
+            raw, self.schedule, self._stages, with_targets, last, weights, abstract=abstract, mixed=mixed
+        )
 
     def _read_steps(self, raw: RawArguments | list[RawArguments]) -> Sequence[StepArguments]:
         """Read the arguments of every step of the call, all of one form."""

@@ -39,7 +39,7 @@ from .layout import (
     with_layouts,
 )
 from .process import process_lock
-from .program import Output
+from .program import WITHOUT_CARRY, Output
 from .signature import Signature, leaf_names
 
 if TYPE_CHECKING:
@@ -357,6 +357,8 @@ def _stage(layers: tuple[Layer, ...], interval: tuple[int, int]) -> Layer:
         return x
 
     stage.__name__ = stage.__qualname__ = "layers_{}_to_{}".format(*interval)
+    if len(layers) > 1:
+        vars(stage)[WITHOUT_CARRY] = "ppfunc.stages_from_layers, of several layers"
     return stage
 
 

@@ -6,6 +6,7 @@ signatures that cross from process to process.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -372,8 +373,11 @@ def lower(
         model_stage = model_stages[stage]
         params = example(model_stage)
         # Microbatches of one form share it.
-        lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
+        lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, params))
         for n, m in enumerate(microbatches):
+            if schedule.slices > 1 and not schedule.forward_only:
+                ends, weightless = not schedule.joins(m, 1), m in form.weightless
+                function = replace(function, ends=ends, weightless=weightless)
             received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
             if schedule.slices > 1:
                 received += (Edge(stage, _carry_to(schedule, form, lowered, stage, m)),)
@@ -381,7 +385,7 @@ def lower(
             target = (form.targets[m],) if function.loss_fn is not None and form.targets is not None else ()
             extras = (form.extras[model_stage][m],) if model_stage in form.extras else ()
             state = (form.state[model_stage],) if model_stage in form.state else ()
-            lowered[stage, m] = lower_one(received, (*target, *extras, *state))
+            lowered[stage, m] = lower_one(function, received, (*target, *extras, *state))
         for n, sink in enumerate(sinks[: len(sinks) - (schedule.slices > 1)]):
             edges[stage, sink] = [lowered[stage, m].sinks[n].signature for m in microbatches]
             if home[sink] not in local:
@@ -464,8 +468,8 @@ def _lower_stage(
     form: StepForm,
     stage: int,
     sinks: tuple[int, ...],
-    function: StageFunction,
     params: Any,
+    function: StageFunction,
     received: tuple[Edge, ...],
     extras: tuple[Signature, ...],
 ) -> LoweredStage:
@@ -533,7 +537,7 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
     least = torch.float64 if spec.updates else torch.float32
     for stage, microbatches in stages_in_order(schedule):
         by_microbatch = {
-            m: low.loss.leaves[0]
+            m: low.loss.without_grad().leaves[0]
             for m in microbatches
             if (low := lowered.get((stage, m))) and low.loss is not None
         }
@@ -659,10 +663,11 @@ def _warn_of_detached(microbatches: Sequence[LoweredStage]) -> None:
     trained = any(leaf.grad and n not in low.call.function.frozen for n, leaf in enumerate(low.params.leaves))
     reached = trained or any(edge.carrying for each in microbatches for edge in each.sources)
     losses = [each.loss.leaves[0] for each in microbatches if each.loss is not None]
-    passes = [*losses, *(leaf for each in microbatches for edge in each.sinks for leaf in edge.leaves)]
+    sinks = [edge for each in microbatches for edge in each.sinks[: len(each.sinks) - (low.slices > 1)]]
+    passes = [*losses, *(leaf for edge in sinks for leaf in edge.leaves)]
     if reached and not any(leaf.grad for leaf in passes):
         warn(
-            f"stage {low.model_stage}: its {'output' if low.sinks else 'loss'} passes no gradient on, so that"
+            f"stage {low.model_stage}: its {'output' if sinks else 'loss'} passes no gradient on, so that"
             " neither its parameters nor the stages before it train; it was made by detach(), under no_grad()"
             " or of integers: remove that; where it is meant, call requires_grad_(False) on the module"
         )

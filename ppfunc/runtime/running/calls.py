@@ -218,20 +218,12 @@ def leave_out(low: LoweredStage, key: Key, op: Op) -> Call:
 
 
 def _cotangents(low: LoweredStage, key: Key) -> Callable[[Buffers], Leaves]:
-    """Gather the gradients of the outputs: from the stages that took them, then the weight of the loss.
-
-    Nothing takes the carry of a last slice, whose gradient is zeros.
-    """
+    """Gather the gradients of the outputs: from the stages that took them, then the weight of the loss."""
     (stage, microbatch), weighted = key, low.loss is not None and low.loss.leaves[0].grad
-    last = low.slices > 1 and not _joins(low, microbatch, 1)
-    ends = [e for e in low.sinks if e.carrying and e.stage == stage and last]
-    sinks = [Tag("B", e.stage, stage, microbatch) for e in low.sinks if e.carrying and e not in ends]
-    forms = [leaf for e in ends for leaf in e.carrying]
+    sinks = [Tag("B", e.stage, stage, microbatch) for e in low.sinks if e.carrying]
 
     def cotangents(buffers: Buffers) -> Leaves:
         gy = tuple([t for tag in sinks for t in buffers.values.pop(tag)])
-        if forms:
-            gy += tuple([torch.zeros((), dtype=f.dtype, device=low.device).expand(f.shape) for f in forms])
         return gy + buffers.cotangents[key] if weighted else gy
 
     return cotangents

@@ -32,6 +32,7 @@ from ppfunc.stage._torch import (
 )
 from ppfunc.stage.constants import MaskParts, with_constants, without_constants
 from ppfunc.stage.device import accelerates
+from ppfunc.stage.errors import warn
 from ppfunc.stage.layout import MeshLayout, distributed, layout_of, local, same_layout
 from ppfunc.stage.signature import LeafSignature, Signature, flatten
 from ppfunc.stage.tree import NAMESPACE, tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
@@ -106,13 +107,14 @@ class Microbatches:
     [3, 1]
     """
 
-    __slots__ = ("trees",)
+    __slots__ = ("_lengths", "trees")
 
-    def __init__(self, trees: Iterable[Any]) -> None:
+    def __init__(self, trees: Iterable[Any], *, _lengths: tuple[int, ...] | None = None) -> None:
         require_type(
             "trees", trees, Iterable, "a tree for each microbatch; ppfunc.microbatch(batch, m) cuts one"
         )
         self.trees = tuple(trees)
+        self._lengths = _lengths  # of the slices of a sequence, where microbatch has cut some
 
     @classmethod
     def from_iterator(cls, iterator: Iterator[Any], microbatches: int) -> "Microbatches":
@@ -142,7 +144,7 @@ class Microbatches:
 
     def unzip(self) -> tuple["Microbatches", ...]:
         """Take apart microbatches of tuples, such as ``(inputs, targets)``: Microbatches of each item."""
-        return tuple(map(Microbatches, zip(*self.trees, strict=True)))
+        return tuple(Microbatches(trees, _lengths=self._lengths) for trees in zip(*self.trees, strict=True))
 
     def __len__(self) -> int:
         return len(self.trees)
@@ -164,7 +166,7 @@ class Microbatches:
 
     def map(self, function: Callable[[Any], Any]) -> "Microbatches":
         """Apply a function to each microbatch."""
-        return Microbatches(map(function, self.trees))
+        return Microbatches(map(function, self.trees), _lengths=self._lengths)
 
     def join(self) -> Any:
         """Concatenate the microbatches along axis 0 into one tree, which undoes :func:`ppfunc.microbatch`.
@@ -469,6 +471,7 @@ class StepForm(NamedTuple):
         rows: number of rows of a microbatch of a whole batch; None if the inputs came as Microbatches.
         extras: signatures of the microbatches.
         carry: signatures of the first carries of sequences, by stage.
+        weightless: slices whose losses have no weight, in sequences that have some.
     """
 
     trees: Mapping[str, TreeForm]
@@ -483,6 +486,7 @@ class StepForm(NamedTuple):
     extras: Mapping[int, tuple[Signature, ...]]
     state: Mapping[int, Signature]
     carry: Mapping[int, tuple[Signature, ...]] = MappingProxyType({})
+    weightless: frozenset[int] = frozenset()
 
     @property
     def distributed(self) -> bool:
@@ -548,7 +552,7 @@ def microbatch(
         batch: a tree of tensors with the same size of axis 0; others are :func:`replicated`.
         microbatches: ``m``, at least 1, which must divide that size.
         slices: number of equal slices of a sequence, or their lengths; by default none are cut.
-        axis: axis of the tokens, along which slices are cut.
+        axis: axis of the tokens, along which slices are cut, from 1.
 
     Raises:
         ValueError: a leaf has no axis 0, or its size is not divisible by ``m``, or leaves disagree on it; or
@@ -562,40 +566,53 @@ def microbatch(
     """
     require_counts(microbatches=microbatches)
     if slices is not None:
-        counted = isinstance(slices, int) and not isinstance(slices, bool)
-        if not counted and not (isinstance(slices, list | tuple) and all(isinstance(n, int) for n in slices)):
+        if not isinstance(slices, int | list | tuple) or slices in ([], ()):
             raise TypeError(f"slices: got {slices!r}, expected their number, or a list of lengths")
-        require_type("axis", axis, int, "the axis of the tokens")
+        for number in [slices] if isinstance(slices, int) else slices:
+            require_counts(slices=number)
+        require_counts(axis=axis)
         if without_marks(with_constants(batch, "batch"))[1] is not None:
             raise ValueError(
                 "batch: got ppfunc.replicated(x) or a mask of attention, of which nothing says what a slice"
                 " takes; put the parts together yourself, ppfunc.Microbatches([...])"
             )
-        sequences = microbatch(batch, microbatches)
-        return Microbatches(chain.from_iterable(_slices_of(tree, slices, axis) for tree in sequences))
+        cut = [_slices_of(tree, slices, axis) for tree in microbatch(batch, microbatches)]
+        return Microbatches(chain.from_iterable(trees for _, trees in cut), _lengths=cut[0][0])
     leaves, form = read_tree(with_constants(batch, "batch"), "batch", microbatches)
     parts = map(form.signature.wrap, form.cut(leaves, microbatches))
     return Microbatches(map(without_constants, parts))
 
 
-def _slices_of(tree: Any, slices: int | Sequence[int], axis: int) -> Iterator[Any]:
-    """Cut the tensors of a sequence along an axis; each slice takes numbers, texts and flags as they are."""
+def _slices_of(
+    tree: Any, slices: int | Sequence[int], axis: int
+) -> tuple[tuple[int, ...] | None, Iterator[Any]]:
+    """Cut the tensors of a sequence along an axis; each slice takes numbers, texts and flags as they are.
+
+    Returns:
+        The lengths of the slices in the first tensor, and the slices.
+    """
     leaves, treedef = tree_flatten(tree)
     columns: list[Sequence[Any]] = []
+    first: tuple[int, ...] | None = None
     for path, leaf in zip(tree_paths(treedef, "batch"), leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * (slices if isinstance(slices, int) else len(slices)))
             continue
-        tokens = leaf.shape[axis] if -leaf.ndim <= axis < leaf.ndim else 0
-        equal = isinstance(slices, int) and slices > 0 and tokens % slices == 0
+        if leaf.ndim <= axis:
+            raise ValueError(
+                f"{path}: got the shape {tuple(leaf.shape)}, which has no axis {axis} of tokens to cut"
+            )
+        tokens = leaf.shape[axis]
+        equal = isinstance(slices, int) and tokens % slices == 0
         lengths = [tokens // slices] * slices if isinstance(slices, int) and equal else slices
-        if isinstance(lengths, int) or sum(lengths) != tokens or min(lengths) < 1:
+        if isinstance(lengths, int) or sum(lengths) != tokens or not tokens:
             raise ValueError(
                 f"{path}: got {tokens} tokens in axis {axis} of the shape {tuple(leaf.shape)}, and slices ="
                 f" {slices!r}, expected a divisor of them, or lengths that make them up"
             )
+        first = first or tuple(lengths)
         columns.append(leaf.split(list(lengths), axis))
-    return map(treedef.unflatten, zip(*columns, strict=True))
+    return first, map(treedef.unflatten, zip(*columns, strict=True))
 
 
 def step_form(
@@ -605,6 +622,7 @@ def step_form(
     params: Mapping[int, Leaves],
     inputs: Sequence[Leaves],
     known: Mapping[int, torch.device],
+    weightless: frozenset[int] = frozenset(),
 ) -> StepForm:
     """Put together the form of all arguments; ``known`` says where stages compute, before their leaves do."""
 
@@ -619,7 +637,7 @@ def step_form(
     first = next(iter(devices.values()))
     return StepForm(
         trees,
-        tuple((name, form.key) for name, form in sorted(trees.items())),
+        (*((name, form.key) for name, form in sorted(trees.items())), weightless),
         {s: trees[f"params[{s}]"].signature for s in stages},
         tuple(extent(leaf) for s in stages for leaf in params[s]),
         devices,
@@ -630,6 +648,7 @@ def step_form(
         {s: signatures for s, signatures in extras.items() if signatures},
         {s: trees[f"state[{s}]"].signature.without_grad() for s in stages if f"state[{s}]" in trees},
         {s: signatures for s in stages if (signatures := batch(f"carry[{s}]"))},
+        weightless,
     )
 
 
@@ -766,6 +785,7 @@ def read_arguments(
     weights: torch.Tensor | None = None,
     *,
     abstract: bool = False,
+    mixed: bool = False,
 ) -> StepArguments:
     """Read the arguments of a call in a process that runs ``stages`` of the model.
 
@@ -773,6 +793,7 @@ def read_arguments(
         last: form of an earlier call; if these have the same, ``form`` is that object.
         weights: weights of the microbatches in the loss, [m], for a call that gives no weights.
         abstract: accept signatures for trees, and tensors without values.
+        mixed: whether peers take part in every backward, so that weights of 0 leave nothing out.
 
     Raises:
         ValueError, TypeError: they do not fit the schedule.
@@ -791,6 +812,10 @@ def read_arguments(
     carry = {} if raw.carry is None else raw.carry
     if schedule.slices == 1 and carry:
         raise ValueError(f"carry: got one, and the schedule {schedule.name!r} has no slices; leave it out")
+    if schedule.replicas and carry:
+        raise ValueError(
+            f"carry: got one, and stages of the schedule {schedule.name!r} have replicas; leave it out"
+        )
     require_trees("carry", carry, stages, some=True)
     if schedule.slices > 1:
         _require_cut(raw, schedule)
@@ -807,7 +832,11 @@ def read_arguments(
         s: [reader.read_detached(one, f"carry[{s}][{n}]") for n, one in enumerate(tree)]
         for s, tree in carry.items()
     }
-    if last is not None and reader.as_known:
+    weights = weights if raw.loss_weights is None else read_loss_weights(raw.loss_weights, m)
+    if schedule.slices > 1 and with_targets and weights is None:
+        _warn_of_tokens(raw.inputs, schedule)
+    left_out, weightless = (frozenset[int](),) * 2 if abstract or mixed else _zeros(weights, schedule.slices)
+    if last is not None and reader.as_known and last.weightless == weightless:
         form = last
     else:
         first = schedule.model_stages[schedule.chains[0].stages[0]]
@@ -816,14 +845,12 @@ def read_arguments(
         if not abstract:
             for name, tree in reader.trees.items():
                 require_values(name, tree.form.treedef, tree.devices)
-        form = step_form(reader.trees, stages, m, params, inputs, raw.devices)
-    weights = weights if raw.loss_weights is None else read_loss_weights(raw.loss_weights, m)
+        form = step_form(reader.trees, stages, m, params, inputs, raw.devices, weightless)
     seed = read_seed(raw.seed)
-    zeros = frozenset[int]() if abstract else _zeros(weights, schedule.slices)
     return StepArguments(
         params, inputs, targets, seed, raw.microbatch_offset, raw.scale, raw.update, raw.common,
         devices=raw.devices, extras=batches, state=states, carry=carries, loss_weights=weights, form=form,
-        left_out=zeros,
+        left_out=left_out,
     )  # fmt: skip
 
 
@@ -949,15 +976,30 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     return read
 
 
-def _zeros(weights: torch.Tensor | None, slices: int) -> frozenset[int]:
+def _zeros(weights: torch.Tensor | None, slices: int) -> tuple[frozenset[int], frozenset[int]]:
     """Find the microbatches of weight 0, as far as the host knows the weights and no transform hides them.
 
-    Slices of weight 0 still carry, unless those of the whole sequence weigh nothing.
+    Returns:
+        Microbatches that are left out, and slices that still carry, since others of their sequence weigh.
     """
     if weights is None or weights.device.type != "cpu" or is_wrapped(weights):
-        return frozenset()
+        return frozenset(), frozenset()
     rows = weights.view(-1, slices).tolist()
-    return frozenset(n * slices + m for n, row in enumerate(rows) if not any(row) for m in range(slices))
+    zeros = {n * slices + m for n, row in enumerate(rows) for m, weight in enumerate(row) if weight == 0}
+    whole = frozenset(m for m in zeros if not any(rows[m // slices]))
+    return whole, frozenset(zeros - whole)
+
+
+def _warn_of_tokens(inputs: Any, schedule: Schedule) -> None:
+    """Warn of slices with unlike numbers of tokens, which weigh the same."""
+    lengths = inputs._lengths if isinstance(inputs, Microbatches) else None
+    if lengths and len(set(lengths)) > 1:
+        tokens, sequences = sum(lengths), schedule.microbatches // schedule.slices
+        warn(
+            f"slices of {list(lengths)} tokens have equal weights, so that tokens count unlike in a loss that"
+            f" is their mean; pass loss_weights=[n / {tokens * sequences} for n in {list(lengths)}] *"
+            f" {sequences}, or, where it is meant, [1 / {schedule.microbatches}] * {schedule.microbatches}"
+        )
 
 
 def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
@@ -970,11 +1012,17 @@ def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
                 f"{name}: got a whole batch, and the schedule {schedule.name!r} has {k} slices of a sequence;"
                 f" cut it, ppfunc.microbatch({name}, {sequences}, slices={k})"
             )
+        cut = batch._lengths if isinstance(batch, Microbatches) else None
+        if cut is not None and len(cut) != k:
+            raise ValueError(
+                f"{name}: got sequences in {len(cut)} slices, the schedule {schedule.name!r} has {k};"
+                f" ppfunc.microbatch({name}, {sequences}, slices={k}) cuts as many"
+            )
     for stage, batch in (raw.carry or {}).items():
         if not isinstance(batch, Microbatches) or len(batch) != sequences:
             raise ValueError(
-                f"carry[{stage}]: got {shown(batch)}, expected ppfunc.Microbatches of a tree for each of the"
-                f" {sequences} sequences"
+                f"carry[{stage}]: got {batch if isinstance(batch, Microbatches) else shown(batch)}, expected"
+                f" ppfunc.Microbatches of a tree for each of the {sequences} sequences"
             )
 
 

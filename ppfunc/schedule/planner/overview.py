@@ -134,6 +134,9 @@ class Overview:
         )
 
 
+_WHOLE = [name for name, build in BUILDERS.items() if "slices" not in inspect.signature(build).parameters]
+
+
 @collector_paused()
 def compare_schedules(
     ranks: int,
@@ -150,7 +153,7 @@ def compare_schedules(
         ranks: number of ranks p.
         microbatches: number of microbatches of a step; of a schedule of slices, its sequences.
         schedules: names as of :func:`ppfunc.schedule.find_builder`, or schedules; by default all
-            builders with a backward.
+            builders with a backward, except those of slices, whose stages take a carry.
         costs: times and sizes of one rank's share of the model, a p-th of it; by default F = I = W = 1. A
             sequence has a number for each stage of the model, in order; replicas cost as much as their stage.
         cap: memory of a rank, in the unit of the costs, for schedules that are built for one.
@@ -172,7 +175,7 @@ def compare_schedules(
         require_number("cap", cap)
     rows: list[ScheduleFigures] = []
     refused = []
-    for item in BUILDERS if schedules is None else _items(schedules):
+    for item in _WHOLE if schedules is None else _items(schedules):
         name = item if isinstance(item, str) else item.name
         try:
             if isinstance(item, str):

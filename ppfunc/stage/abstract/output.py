@@ -13,7 +13,7 @@ from ..errors import StageError, line_of, raised
 from ..layout import whole
 from ..program import Carried, Output, Received
 from ..signature import Signature, flatten
-from ..tree import tree_flatten, tree_structure
+from ..tree import tree_flatten, tree_map, tree_structure
 from .evaluation import DATA_DEPENDENT, NoValuesError
 from .purity import IN_PARAMS
 
@@ -42,6 +42,8 @@ class StageFunction:
         skips: the stages of the model that it sends skip connections to.
         frozen: numbers of the parameters that get no gradient.
         carries: whether it hands a carry to itself.
+        ends: whether the slice is the last of its sequence, whose carry nothing differentiates.
+        weightless: whether its losses have no weight, while its carry and its output may have gradients.
     """
 
     fn: Callable[..., Any]
@@ -51,6 +53,8 @@ class StageFunction:
     skips: tuple[int, ...] = ()
     frozen: frozenset[int] = frozenset()
     carries: bool = False
+    ends: bool = False
+    weightless: bool = False
 
     @property
     def targeted(self) -> bool:
@@ -104,8 +108,15 @@ class StageFunction:
         activation = None if self.last else y
         outputs = y if self.returns_outputs else None
         state = _in_order_of(rest[-1], out.state) if rest else out.state
-        sent = tuple(skips[s] for s in self.skips) + ((out.carry,) if self.carries else ())
+        if self.weightless and loss is not None:
+            loss = loss.detach()  # 0 times a gradient that is not finite would be NaN
+        carry = tree_map(_detached, out.carry) if self.ends else out.carry
+        sent = tuple(skips[s] for s in self.skips) + ((carry,) if self.carries else ())
         return (activation, sent, loss), (outputs, out.metrics, aux, state)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> tuple[Any, Any]:
