@@ -9,7 +9,7 @@ tied                    parameters of several stages that are one, with one grad
 rank                    a worker of the pipeline that holds stages: a process, or a part of it (``InProcess``)
 chunk                   one of the stages of a rank that holds several
 microbatch              a part of the batch, which goes through the stages by itself
-sequence, slice         a row of the batch, and one of the parts of its tokens, each of them a microbatch
+sequence, slice         some rows of the batch, and a part of their tokens, which is a microbatch
 carry                   a tree that a stage hands from a slice to the next, with its gradient: ``carry`` of
                         ``jax.lax.scan``, whose ``xs`` are slices; ``carry=`` of a step is its ``init``
 chain                   a path of stages that some microbatches take; bidirectional schedules have two

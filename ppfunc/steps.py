@@ -303,7 +303,8 @@ def evaluate(
     stages, schedule, ties = unpacked(stages, loss_fn, schedule, tied, loss_wanted=False)
     if loss_fn is None and not return_outputs and not has_aux and not return_carry:
         raise ValueError(
-            "evaluate got neither a loss function nor return_outputs=True; it would return nothing"
+            "evaluate got neither a loss function nor return_outputs=True, has_aux or return_carry; it would"
+            " return nothing"
         )
     for option, given in (("loss_shape", loss_shape), ("return_losses", return_losses)):
         if loss_fn is None and given:

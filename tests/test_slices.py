@@ -347,6 +347,14 @@ MISTAKES = {
         lambda: _step()(PARAMS, *(pp.microbatch(part, 6, slices=2) for part in (INPUTS, TARGETS))),
         "inputs: got sequences in 2 slices, the schedule 'seq1f1b' has 4; ppfunc.microbatch(inputs, 3,",
     ),
+    "targets of other rows": (
+        lambda: _step()(PARAMS, BATCH[0], pp.microbatch(TARGETS[:SEQUENCES], SEQUENCES, slices=4)),
+        "targets: got 1 rows in slices of [4, 4, 4, 4] tokens, the inputs have 2 in [4, 4, 4, 4]; cut both",
+    ),
+    "targets in other slices": (
+        lambda: _step()(PARAMS, BATCH[0], pp.microbatch(TARGETS, SEQUENCES, slices=[1, 7, 4, 4])),
+        "targets: got 2 rows in slices of [1, 7, 4, 4] tokens",
+    ),
     "a carry of stages with replicas": (
         lambda: pp.value_and_grad(
             [linear_attention] * 2, loss_fn, replace(dualpipe(2, 8), slices=2), return_carry=True

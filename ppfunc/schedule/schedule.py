@@ -73,7 +73,7 @@ class Schedule:
     def __repr__(self) -> str:
         return (
             f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages},"
-            f" microbatches={self.microbatches},{f' slices={self.slices},' if self.slices > 1 else ''}"
+            f" microbatches={self.microbatches},{f' slices={self.slices},' if self.slices != 1 else ''}"
             f" instructions={sum(self.counts.values())},"
             f" digest={self.digest[:12]!r})"
         )

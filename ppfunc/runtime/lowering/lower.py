@@ -373,11 +373,8 @@ def lower(
         model_stage = model_stages[stage]
         params = example(model_stage)
         # Microbatches of one form share it.
-        lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, params))
+        lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
         for n, m in enumerate(microbatches):
-            if schedule.slices > 1 and not schedule.forward_only:
-                ends, weightless = not schedule.joins(m, 1), m in form.weightless
-                function = replace(function, ends=ends, weightless=weightless)
             received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
             if schedule.slices > 1:
                 received += (Edge(stage, _carry_to(schedule, form, lowered, stage, m)),)
@@ -385,7 +382,9 @@ def lower(
             target = (form.targets[m],) if function.loss_fn is not None and form.targets is not None else ()
             extras = (form.extras[model_stage][m],) if model_stage in form.extras else ()
             state = (form.state[model_stage],) if model_stage in form.state else ()
-            lowered[stage, m] = lower_one(function, received, (*target, *extras, *state))
+            sliced = schedule.slices > 1 and not schedule.forward_only
+            kind = sliced and not schedule.joins(m, 1), m in form.weightless
+            lowered[stage, m] = lower_one(received, (*target, *extras, *state), *kind)
         for n, sink in enumerate(sinks[: len(sinks) - (schedule.slices > 1)]):
             edges[stage, sink] = [lowered[stage, m].sinks[n].signature for m in microbatches]
             if home[sink] not in local:
@@ -468,11 +467,14 @@ def _lower_stage(
     form: StepForm,
     stage: int,
     sinks: tuple[int, ...],
-    params: Any,
     function: StageFunction,
+    params: Any,
     received: tuple[Edge, ...],
     extras: tuple[Signature, ...],
+    ends: bool,
+    weightless: bool,
 ) -> LoweredStage:
+    function = replace(function, ends=ends, weightless=weightless) if ends or weightless else function
     schedule, spec = pipeline.schedule, pipeline.spec
     model_stage = schedule.model_stages[stage]
     boundary = Boundary.of(function.fn)
@@ -537,12 +539,12 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
     least = torch.float64 if spec.updates else torch.float32
     for stage, microbatches in stages_in_order(schedule):
         by_microbatch = {
-            m: low.loss.without_grad().leaves[0]
+            m: low.loss.leaves[0]
             for m in microbatches
             if (low := lowered.get((stage, m))) and low.loss is not None
         }
         losses = list(by_microbatch.values())
-        if len(set(losses)) > 1:
+        if len({replace(loss, grad=True) for loss in losses}) > 1:
             raise ValueError(
                 f"stage {schedule.model_stages[stage]} gives losses of different forms for different"
                 f" microbatches, {' and '.join(map(str, dict.fromkeys(losses)))}; expected one dtype: cast"

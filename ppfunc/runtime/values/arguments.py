@@ -93,6 +93,23 @@ def _is_marked(value: Any) -> bool:
     return isinstance(value, Replicated | MaskParts)
 
 
+class SequenceCut(NamedTuple):
+    """Describe the slices that :func:`microbatch` has cut.
+
+    Args:
+        rows: number of rows of a sequence.
+        lengths: tokens of each slice of a sequence.
+    """
+
+    rows: int
+    lengths: tuple[int, ...]
+
+    def goes_with(self, other: "SequenceCut") -> bool:
+        """Tell whether rows are as many, and as many tokens cut alike: a loss might broadcast others."""
+        same = self.lengths == other.lengths or sum(self.lengths) != sum(other.lengths)
+        return same and self.rows == other.rows
+
+
 @naming_arguments
 class Microbatches:
     """Holds the microbatches of one batch: trees of tensors, which may differ in structure and shape.
@@ -107,14 +124,14 @@ class Microbatches:
     [3, 1]
     """
 
-    __slots__ = ("_lengths", "trees")
+    __slots__ = ("_cut", "trees")
 
-    def __init__(self, trees: Iterable[Any], *, _lengths: tuple[int, ...] | None = None) -> None:
+    def __init__(self, trees: Iterable[Any]) -> None:
         require_type(
             "trees", trees, Iterable, "a tree for each microbatch; ppfunc.microbatch(batch, m) cuts one"
         )
         self.trees = tuple(trees)
-        self._lengths = _lengths  # of the slices of a sequence, where microbatch has cut some
+        self._cut: SequenceCut | None = None
 
     @classmethod
     def from_iterator(cls, iterator: Iterator[Any], microbatches: int) -> "Microbatches":
@@ -142,9 +159,14 @@ class Microbatches:
             )
         return cls(trees)
 
+    def _as_cut(self, cut: SequenceCut | None) -> "Microbatches":
+        """Note how slices were cut."""
+        self._cut = cut
+        return self
+
     def unzip(self) -> tuple["Microbatches", ...]:
         """Take apart microbatches of tuples, such as ``(inputs, targets)``: Microbatches of each item."""
-        return tuple(Microbatches(trees, _lengths=self._lengths) for trees in zip(*self.trees, strict=True))
+        return tuple(Microbatches(trees)._as_cut(self._cut) for trees in zip(*self.trees, strict=True))
 
     def __len__(self) -> int:
         return len(self.trees)
@@ -166,7 +188,7 @@ class Microbatches:
 
     def map(self, function: Callable[[Any], Any]) -> "Microbatches":
         """Apply a function to each microbatch."""
-        return Microbatches(map(function, self.trees), _lengths=self._lengths)
+        return Microbatches(map(function, self.trees))._as_cut(self._cut)
 
     def join(self) -> Any:
         """Concatenate the microbatches along axis 0 into one tree, which undoes :func:`ppfunc.microbatch`.
@@ -421,7 +443,7 @@ class TreeForm:
     whole: tuple[bool, ...] | None
 
     def cut(self, leaves: Leaves, microbatches: int) -> list[Leaves]:
-        """Cut the leaves of a whole batch into the leaves of every microbatch, as views."""
+        """SequenceCut the leaves of a whole batch into the leaves of every microbatch, as views."""
         if not leaves:
             return [()] * microbatches
         columns = [
@@ -543,7 +565,7 @@ def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm
 def microbatch(
     batch: Any, microbatches: int, *, slices: int | Sequence[int] | None = None, axis: int = 1
 ) -> Microbatches:
-    """Cut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
+    """SequenceCut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
 
     Of a DTensor, each rank cuts its local tensor. With ``slices`` each of the ``m``, a sequence, is cut along
     another axis too, for a schedule of slices.
@@ -577,23 +599,21 @@ def microbatch(
                 " takes; put the parts together yourself, ppfunc.Microbatches([...])"
             )
         cut = [_slices_of(tree, slices, axis) for tree in microbatch(batch, microbatches)]
-        return Microbatches(chain.from_iterable(trees for _, trees in cut), _lengths=cut[0][0])
+        return Microbatches(chain.from_iterable(trees for _, trees in cut))._as_cut(cut[0][0])
     leaves, form = read_tree(with_constants(batch, "batch"), "batch", microbatches)
     parts = map(form.signature.wrap, form.cut(leaves, microbatches))
     return Microbatches(map(without_constants, parts))
 
 
-def _slices_of(
-    tree: Any, slices: int | Sequence[int], axis: int
-) -> tuple[tuple[int, ...] | None, Iterator[Any]]:
-    """Cut the tensors of a sequence along an axis; each slice takes numbers, texts and flags as they are.
+def _slices_of(tree: Any, slices: int | Sequence[int], axis: int) -> tuple[SequenceCut | None, Iterator[Any]]:
+    """SequenceCut the tensors of a sequence along an axis; each slice takes numbers, texts and flags as they are.
 
     Returns:
-        The lengths of the slices in the first tensor, and the slices.
+        How the first tensor is cut, and the slices.
     """
     leaves, treedef = tree_flatten(tree)
     columns: list[Sequence[Any]] = []
-    first: tuple[int, ...] | None = None
+    first: SequenceCut | None = None
     for path, leaf in zip(tree_paths(treedef, "batch"), leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             columns.append([leaf] * (slices if isinstance(slices, int) else len(slices)))
@@ -610,7 +630,7 @@ def _slices_of(
                 f"{path}: got {tokens} tokens in axis {axis} of the shape {tuple(leaf.shape)}, and slices ="
                 f" {slices!r}, expected a divisor of them, or lengths that make them up"
             )
-        first = first or tuple(lengths)
+        first = first or SequenceCut(leaf.shape[0], tuple(lengths))
         columns.append(leaf.split(list(lengths), axis))
     return first, map(treedef.unflatten, zip(*columns, strict=True))
 
@@ -992,8 +1012,8 @@ def _zeros(weights: torch.Tensor | None, slices: int) -> tuple[frozenset[int], f
 
 def _warn_of_tokens(inputs: Any, schedule: Schedule) -> None:
     """Warn of slices with unlike numbers of tokens, which weigh the same."""
-    lengths = inputs._lengths if isinstance(inputs, Microbatches) else None
-    if lengths and len(set(lengths)) > 1:
+    lengths = inputs._cut.lengths if isinstance(inputs, Microbatches) and inputs._cut else ()
+    if len(set(lengths)) > 1:
         tokens, sequences = sum(lengths), schedule.microbatches // schedule.slices
         warn(
             f"slices of {list(lengths)} tokens have equal weights, so that tokens count unlike in a loss that"
@@ -1005,6 +1025,7 @@ def _warn_of_tokens(inputs: Any, schedule: Schedule) -> None:
 def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
     """Raise ValueError for whole batches under a schedule of slices: nothing says along which axis to cut."""
     k, sequences = schedule.slices, schedule.microbatches // schedule.slices
+    inputs: SequenceCut | None = None
     extras = {f"extras[{s}]": batch for s, batch in (raw.extras or {}).items()}
     for name, batch in {"inputs": raw.inputs, "targets": raw.targets, **extras}.items():
         if batch is not None and not isinstance(batch, Microbatches):
@@ -1012,11 +1033,18 @@ def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
                 f"{name}: got a whole batch, and the schedule {schedule.name!r} has {k} slices of a sequence;"
                 f" cut it, ppfunc.microbatch({name}, {sequences}, slices={k})"
             )
-        cut = batch._lengths if isinstance(batch, Microbatches) else None
-        if cut is not None and len(cut) != k:
+        cut = batch._cut if isinstance(batch, Microbatches) else None
+        if cut is not None and len(cut.lengths) != k:
             raise ValueError(
-                f"{name}: got sequences in {len(cut)} slices, the schedule {schedule.name!r} has {k};"
+                f"{name}: got sequences in {len(cut.lengths)} slices, the schedule {schedule.name!r} has {k};"
                 f" ppfunc.microbatch({name}, {sequences}, slices={k}) cuts as many"
+            )
+        if name == "inputs":
+            inputs = cut
+        if name == "targets" and inputs and cut and not inputs.goes_with(cut):
+            raise ValueError(
+                f"targets: got {cut.rows} rows in slices of {list(cut.lengths)} tokens, the inputs have"
+                f" {inputs.rows} in {list(inputs.lengths)}; cut both alike"
             )
     for stage, batch in (raw.carry or {}).items():
         if not isinstance(batch, Microbatches) or len(batch) != sequences:

@@ -135,7 +135,7 @@ def _sliced(text: str) -> tuple[int, str]:
     head, _, rest = text.partition("\n")
     if not head.startswith(_SLICES):
         return 1, text
-    digits = head.removeprefix(_SLICES).strip()
+    digits = head.removeprefix(_SLICES).strip().rstrip(",")  # with which a table is filled up
     if not re.fullmatch("[1-9][0-9]{0,8}", digits):
         raise FormatError(f"line 1: got {shortened(head)}, expected a number of slices, such as {_SLICES}4")
     return int(digits), rest
