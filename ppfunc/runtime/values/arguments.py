@@ -443,7 +443,7 @@ class TreeForm:
     whole: tuple[bool, ...] | None
 
     def cut(self, leaves: Leaves, microbatches: int) -> list[Leaves]:
-        """SequenceCut the leaves of a whole batch into the leaves of every microbatch, as views."""
+        """Cut the leaves of a whole batch into the leaves of every microbatch, as views."""
         if not leaves:
             return [()] * microbatches
         columns = [
@@ -565,7 +565,7 @@ def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm
 def microbatch(
     batch: Any, microbatches: int, *, slices: int | Sequence[int] | None = None, axis: int = 1
 ) -> Microbatches:
-    """SequenceCut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
+    """Cut a batch along axis 0: every leaf ``[m b, ...]`` becomes ``m`` views ``[b, ...]``.
 
     Of a DTensor, each rank cuts its local tensor. With ``slices`` each of the ``m``, a sequence, is cut along
     another axis too, for a schedule of slices.
@@ -606,7 +606,7 @@ def microbatch(
 
 
 def _slices_of(tree: Any, slices: int | Sequence[int], axis: int) -> tuple[SequenceCut | None, Iterator[Any]]:
-    """SequenceCut the tensors of a sequence along an axis; each slice takes numbers, texts and flags as they are.
+    """Cut the tensors of a sequence along an axis; each slice takes numbers, texts and flags as they are.
 
     Returns:
         How the first tensor is cut, and the slices.
