@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from .tracing.cut import Remat
     from .tracing.joint import Joint
 
+__all__ = ["eager", "functional", "graph"]
+
 
 @overload
 def graph(fn: Callable[..., Any], example: tuple[Any, ...], **request: Any) -> StageProgram:
