@@ -61,6 +61,7 @@ class _Effects(NamedTuple):
 
 @cache
 def effects_of(func: Any) -> _Effects:
+    """Read the effects of an operator from its schema; a function that is no operator has no effects."""
     if not isinstance(func, OpOverload):
         return _Effects()
     arguments = enumerate(schema(func).arguments)

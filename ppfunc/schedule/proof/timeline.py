@@ -47,13 +47,6 @@ class EarliestTimes(NamedTuple):
     done: dict[int, dict[int, Time]]
 
 
-class _Carried(dict[int, Time]):
-    """The times at which carries are there; the end of a sequence hands nothing on."""
-
-    def __setitem__(self, microbatch: int, time: Time) -> None:
-        self.setdefault(microbatch, time)
-
-
 Line = tuple[dict[int, Time], dict[int, list[int]]]
 """The values of one stage and kind: by microbatch, when each is there, and the ranks that wait for it. The
 number of a line is that of
@@ -144,11 +137,13 @@ def earliest(schedule: Schedule, costs: Costs, ops: Set[Op] = COMPUTE) -> Earlie
     check_structure(schedule)
     flow = Dataflow(schedule)
     lines: dict[int, Line] = defaultdict(lambda: ({}, {}))
-    if schedule.slices > 1:  # what a carry brings is read by the microbatch, whatever slice has made it
+    # A carry is read by its microbatch, whatever slice has made it, and a first slice finds one. What the end
+    # of a sequence hands on delays nothing: its rank is the same.
+    if schedule.slices > 1:
         for stage in range(schedule.stages):
             for shift, product in ((-1, 0), (1, 1)):
                 ends = (m for m in range(schedule.microbatches) if not schedule.joins(m, shift))
-                lines[flow.output(stage, 0) + product + 2 * shift] = _Carried(dict.fromkeys(ends, 0)), {}
+                lines[flow.output(stage, 0) + product + 2 * shift] = dict.fromkeys(ends, 0), {}
     kinds = _kinds(schedule, flow, lines, costs, ops)
     times = EarliestTimes(tuple([] for _ in schedule.programs), tuple([] for _ in schedule.programs), {})
     ready = list(range(schedule.ranks - 1, -1, -1))
