@@ -13,7 +13,7 @@ import torch
 from ppfunc import schedule as schedules  # whose passes and proofs load with the first step function
 from ppfunc._checks import naming_arguments, require_one_of, shown
 from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport, interleaved, two_streams
-from ppfunc.runtime.lowering.lower import Overlapped, Pipeline
+from ppfunc.runtime.lowering.lower import Overlapped, Pipeline, require_carry
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.runtime.lowering.ties import Tied, TiedPlaces, read_tied
 from ppfunc.runtime.ports.protocols import without_method
@@ -452,15 +452,7 @@ def make_step(
             f"overlapped: got a function, and the schedule {schedule.name!r} overlaps nothing; use dualpipe"
             " or dualpipev"
         )
-    if "carry" in spec.wants and schedule.slices == 1:
-        raise ValueError(
-            f"return_carry: got True, and the schedule {schedule.name!r} has no slices; leave it out"
-        )
-    if "carry" in spec.wants and schedule.replicas:
-        raise ValueError(
-            f"return_carry: got True, and stages of the schedule {schedule.name!r} have replicas, in several"
-            " places; leave it out"
-        )
+    require_carry(schedule, spec)
     proved = prove(schedule if training or schedule.forward_only else schedules.forward_only(schedule), spec)
     transport = InProcess() if transport is None else transport
     compared = bool(proved.replicas) or transport.has_other_pipelines

@@ -317,21 +317,26 @@ class Trainer:
     @naming_arguments
     def step(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
-        seed: Seed = None, extras: Mapping[int, Any] | None = None,
+        seed: Seed = None, extras: Mapping[int, Any] | None = None, carry: Mapping[int, Any] | None = None,
         return_losses: bool = False, return_outputs: bool = False, return_norms: bool = False,
+        return_carry: bool = False,
     ) -> tuple[TrainState, Metrics]:  # fmt: skip
         """Run one step on the batch of this data rank.
 
         Args:
             inputs, targets, seed, extras: the arguments of :func:`ppfunc.value_and_grad`. Random numbers
                 depend on the place of a microbatch among those of all data ranks.
+            carry: first carries of the sequences of this data rank, as in :func:`ppfunc.value_and_grad`, in
+                their dtypes. ``metrics.carry`` of the step before truncates backpropagation between the
+                steps: it has no history, and needs no ``detach``. A skipped update leaves it as the stages
+                made it.
             loss_weights: weight of every microbatch, such as its number of tokens; divided by their sum over
                 all data ranks. Equal by default. All ranks pass weights, or none does. A microbatch of
                 weight 0 contributes nothing, as in :func:`ppfunc.value_and_grad`; over an axis of experts or
                 context it runs, since peers take part in it, and its loss has to be finite.
-            return_losses, return_outputs, return_norms: whether the metrics have the losses of all
-                microbatches, the outputs of last stages in the form of the inputs, or the norms of the
-                gradients by stage and by name. Every rank asks for the same.
+            return_losses, return_outputs, return_norms, return_carry: whether the metrics have the losses of
+                all microbatches, the outputs of last stages in the form of the inputs, the norms of the
+                gradients by stage and by name, or the last carries. Every rank asks for the same.
 
         Returns:
             The new state, and :class:`Metrics`. ``state`` stays as it is, unless the optimizer has
@@ -342,8 +347,8 @@ class Trainer:
             PipelineError, AgreementError, StageError, ValueError, TypeError: as
                 :func:`ppfunc.value_and_grad`. Nothing is updated.
         """
-        run = self._step.returning(*_wanted(return_losses, return_outputs))
-        batch = [(inputs, targets)], [loss_weights], seed, [extras]
+        run = self._step.returning(*_wanted(return_losses, return_outputs, return_carry))
+        batch = [(inputs, targets)], [loss_weights], seed, [extras], carry
         update, result = self._run(run, self._rule, state, batch, return_norms)
         after, (metrics,) = _state_and_metrics(update, result)
         return after, metrics
@@ -351,8 +356,9 @@ class Trainer:
     def steps(
         self, state: TrainState, batches: Sequence[tuple[Any, Any]], *,
         loss_weights: Sequence[LossWeights] | None = None, seed: Seed = None,
-        extras: Sequence[Mapping[int, Any]] | None = None,
+        extras: Sequence[Mapping[int, Any]] | None = None, carry: Mapping[int, Any] | None = None,
         return_losses: bool = False, return_outputs: bool = False, return_norms: bool = False,
+        return_carry: bool = False,
     ) -> tuple[TrainState, list[Metrics]]:  # fmt: skip
         """Run several steps, which end, or fail, together.
 
@@ -368,27 +374,33 @@ class Trainer:
         Args:
             batches: inputs and targets of every step, all of one form.
             loss_weights, extras: the weights and extras of every step.
+            carry: first carries of the first step, of all stages of this process. Each further step begins
+                with the last carries of the step before, which have to have the form of the first.
             return_losses, return_outputs, return_norms: the arguments of :meth:`step`.
+            return_carry: whether the metrics of the last step have its last carries.
 
         Raises:
             As :meth:`step`.
         """
-        run = self._step.returning(*_wanted(return_losses, return_outputs))
-        given = batches, loss_weights, seed, extras
-        return _state_and_metrics(*self._run(run, self._rule, state, given, return_norms))
+        kept = return_carry or carry is not None
+        run = self._step.returning(*_wanted(return_losses, return_outputs, kept))
+        given = batches, loss_weights, seed, extras, carry
+        after, metrics = _state_and_metrics(*self._run(run, self._rule, state, given, return_norms))
+        return after, metrics if return_carry else [each._replace(carry=None) for each in metrics]
 
     def record(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
-        seed: Seed = None, extras: Mapping[int, Any] | None = None,
+        seed: Seed = None, extras: Mapping[int, Any] | None = None, carry: Mapping[int, Any] | None = None,
         return_losses: bool = False, return_outputs: bool = False, return_norms: bool = False,
+        return_carry: bool = False,
     ) -> tuple[tuple[TrainState, Metrics], Timeline]:  # fmt: skip
         """Run one step and measure it. Arguments as of :meth:`step`.
 
         Returns:
             The result of :meth:`step`, and the timeline of all ranks of this pipeline, in seconds.
         """
-        run = self._step.returning(*_wanted(return_losses, return_outputs)).record
-        batch = [(inputs, targets)], [loss_weights], seed, [extras]
+        run = self._step.returning(*_wanted(return_losses, return_outputs, return_carry)).record
+        batch = [(inputs, targets)], [loss_weights], seed, [extras], carry
         update, (result, timeline) = self._run(run, self._rule, state, batch, return_norms)
         after, (metrics,) = _state_and_metrics(update, result)
         return (after, metrics), timeline
@@ -396,8 +408,9 @@ class Trainer:
     @naming_arguments
     def evaluate(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
-        seed: Seed = None, extras: Mapping[int, Any] | None = None,
+        seed: Seed = None, extras: Mapping[int, Any] | None = None, carry: Mapping[int, Any] | None = None,
         return_losses: bool = False, return_outputs: bool = False, has_aux: bool = False,
+        return_carry: bool = False,
     ) -> torch.Tensor | StepResult:  # fmt: skip
         """Compute the loss of the batch of all data ranks, on every rank: float64[].
 
@@ -414,15 +427,17 @@ class Trainer:
         Raises:
             As :meth:`step`.
         """
-        wanted = _wanted(return_losses, return_outputs)
+        wanted = _wanted(return_losses, return_outputs, return_carry)
         rule = self._rule._replace(on_nonfinite="ignore", optimizer=self._rule.optimizer._replace(rate=None))
-        batch = [(inputs, targets)], [loss_weights], seed, [extras]
+        batch = [(inputs, targets)], [loss_weights], seed, [extras], carry
         update, result = self._run(self._forward.returning(*wanted), rule, state, batch)
         (metrics,) = update.metrics
         if not wanted and not has_aux:
             return metrics.loss
         aux = result.aux if has_aux else None
-        return StepResult(metrics.loss, outputs=result.outputs, aux=aux, losses=metrics.losses)
+        return StepResult(
+            metrics.loss, outputs=result.outputs, aux=aux, losses=metrics.losses, carry=result.carry
+        )
 
     def _run(
         self, run: Callable[..., Any], rule: UpdateRule, state: TrainState, batches: tuple[Any, ...],
@@ -444,6 +459,7 @@ class Trainer:
     def lower(
         self, params: Mapping[int, Any], inputs: Any, targets: Any = None, *,
         state: Mapping[int, Any] | None = None, extras: Mapping[int, Any] | None = None,
+        carry: Mapping[int, Any] | None = None,
     ) -> LoweredTraining:  # fmt: skip
         """Lower a step for arguments of these shapes, and run nothing: its text, memory and cost.
 
@@ -452,7 +468,7 @@ class Trainer:
 
         Args:
             params, state: the arguments of :meth:`init`; tensors, also on the device meta, or signatures.
-            inputs, targets, extras: the arguments of :meth:`step`, likewise.
+            inputs, targets, extras, carry: the arguments of :meth:`step`, likewise.
 
         Raises:
             As :meth:`init` and :meth:`step`.
@@ -471,7 +487,7 @@ class Trainer:
             devices = {
                 s: leaf.device for s, leaf in tensors if isinstance(leaf, torch.Tensor) and not leaf.is_meta
             }
-            steps = update.read(initial[0], [(batch, on_meta(targets))], None, None, [extras])
+            steps = update.read(initial[0], [(batch, on_meta(targets))], None, None, [extras], on_meta(carry))
             return [replace(each, devices=devices) for each in steps]
 
         lowered = StepFunction(self._step.pipeline, read, lambda result: result).lower()
@@ -516,19 +532,21 @@ def _rows_of(tree: Any, n: int, steps: int) -> Any:
     return tree if steps == 1 else tree_map(lambda t: t.tensor_split(steps)[n], tree)
 
 
-def _wanted(losses: bool, outputs: bool) -> tuple[str, ...]:
+def _wanted(losses: bool, outputs: bool, carry: bool) -> tuple[str, ...]:
     """Return the fields of a StepResult that are asked for."""
-    return (*(["losses"] if losses else []), *(["outputs"] if outputs else []))
+    asked = {"losses": losses, "outputs": outputs, "carry": carry}
+    return tuple(name for name, wanted in asked.items() if wanted)
 
 
 def _state_and_metrics(update: TrainingUpdate, result: StepResult) -> tuple[TrainState, list[Metrics]]:
     """Return the new state, and the metrics of every step, completed by the results of stages and loss."""
     count, aux = len(update.metrics), result.aux
-    metrics = [
+    metrics = [  # carries are those of the last step
         each._replace(
             stages={s: _rows_of(tree, n, count) for s, tree in aux.metrics.items()},
             aux=_rows_of(aux.loss, n, count),
             outputs=_rows_of(result.outputs, n, count),
+            carry=result.carry if n == count - 1 else None,
         )
         for n, each in enumerate(update.metrics)
     ]

@@ -356,6 +356,7 @@ def lower(
     """
     schedule, spec, local = pipeline.schedule, pipeline.spec, set(pipeline.ranks)
     _require_same_rows(form, schedule.microbatches)
+    require_carry(schedule, spec)
     home, model_stages = schedule.placement, schedule.model_stages
     edges: dict[tuple[int, int], Sequence[Signature]] = {}
     lowered: dict[Key, LoweredStage] = {}
@@ -559,6 +560,19 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
 
 
 # -- what a step would not carry out, and stages that do not train
+
+
+def require_carry(schedule: Schedule, spec: StepSpec) -> None:
+    """Raise ValueError for last carries of a schedule without slices, or with replicas."""
+    if "carry" in spec.wants and schedule.slices == 1:
+        raise ValueError(
+            f"return_carry: got True, and the schedule {schedule.name!r} has no slices; leave it out"
+        )
+    if "carry" in spec.wants and schedule.replicas:
+        raise ValueError(
+            f"return_carry: got True, and stages of the schedule {schedule.name!r} have replicas, in several"
+            " places; leave it out"
+        )
 
 
 def _require_same_rows(form: StepForm, microbatches: int) -> None:

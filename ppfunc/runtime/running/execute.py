@@ -55,6 +55,8 @@ def execute_steps(compiled: CompiledStep, steps: Sequence[StepArguments], transp
             of the first of them.
     """
     buffers: Buffers | None = None
+    if len(steps) > 1 and steps[0].carry:
+        _require_carried_on(compiled.lowered)
     for n, arguments in enumerate(steps):
         before = buffers
         try:
@@ -122,13 +124,14 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
     for path in lowered.schedule.chains:
         for stage in path.stages:
             if lowered.schedule.placement[stage] in lowered.ranks:
-                _fill_stage(lowered, arguments, buffers, stage, path)
+                _fill_stage(lowered, arguments, buffers, stage, path, before)
     return buffers
 
 
 def _fill_stage(
-    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, stage: int, chain: Chain
-) -> None:
+    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, stage: int, chain: Chain,
+    before: Buffers | None,
+) -> None:  # fmt: skip
     microbatches, model_stage = chain.microbatches, lowered.schedule.model_stages[stage]
     if not lowered.schedule.forward_only:
         buffers.gradients[stage] = _gradients_of(lowered, buffers, model_stage)
@@ -154,10 +157,28 @@ def _fill_stage(
     for n, leaves in enumerate(arguments.carry.get(model_stage, ())):
         first = n * lowered.schedule.slices
         if first in microbatches and leaves:
+            if before is not None:
+                leaves = before.carry[stage, first + lowered.schedule.slices - 1]
             device = lowered.form.devices[model_stage]
             buffers.values[Tag("F", stage, stage, first)] = tuple(upload(t, device) for t in leaves)
     if stage == chain.stages[0]:
         buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in microbatches)
+
+
+def _require_carried_on(lowered: LoweredStep) -> None:
+    """Raise ValueError for a first carry of another form than the last, with which the next step begins."""
+    k, nothing = lowered.schedule.slices, Signature.of(None)
+    for (_, m), low in lowered.stages.items():
+        if m % k == k - 1:
+            of_sequences = lowered.form.carry.get(low.model_stage)
+            given = of_sequences[m // k].with_grad() if of_sequences else nothing
+            last = low.sinks[-1].signature.with_grad()
+            if given != last and (given.leaves or last.leaves):
+                raise ValueError(
+                    f"carry[{low.model_stage}]: got {given} for sequence {m // k}, whose last carry is"
+                    f" {last}; steps of one call begin where the step before ends: give a first carry of that"
+                    " form, or call step() for each"
+                )
 
 
 def _gradients_of(lowered: LoweredStep, buffers: Buffers, model_stage: int) -> Gradients:

@@ -172,6 +172,7 @@ class TrainingUpdate(ParameterUpdate):
     def read(
         self, state: TrainState, pairs: Sequence[tuple[Any, Any]], loss_weights: Sequence[LossWeights] | None,
         seed: Seed, extras: Sequence[Mapping[int, Any] | None] | None,
+        carry: Mapping[int, Any] | None,
     ) -> list[RawArguments]:  # fmt: skip
         """Read the arguments of the steps of the call. Parameters are cast once.
 
@@ -179,6 +180,7 @@ class TrainingUpdate(ParameterUpdate):
             pairs: inputs and targets of every step.
             loss_weights, extras: entries, a single entry per step, or None; an entry may be None too.
             seed: the seed of the first step.
+            carry: the first carries of the first step; those of the others have their form.
 
         Raises:
             TypeError, ValueError: not a state of this trainer, not a list of pairs, no pairs, a negative
@@ -221,6 +223,7 @@ class TrainingUpdate(ParameterUpdate):
                 scale=state.scale.get("scale"),
                 update=self,
                 common=text,
+                carry=carry,
             )
             for n, (inputs, targets) in enumerate(pairs)
         ]

@@ -83,6 +83,8 @@ class Metrics(NamedTuple):
         leaf_norms: norms of the gradient of every parameter of this process that trains, whole over all
             ranks: float64[] by stage and name, 0 where a tied parameter has its first place elsewhere, or the
             first replica of a stage is on another rank; None unless asked for.
+        carry: the last carries of the stages of this process, ``{stage of the model: Microbatches}`` of a
+            tree for each sequence; None unless asked for.
     """
 
     loss: Tensor
@@ -96,6 +98,7 @@ class Metrics(NamedTuple):
     lr: Any = None
     stage_norms: Tensor | None = None
     leaf_norms: dict[int, dict[str, Tensor]] | None = None
+    carry: dict[int, Any] | None = None
 
 
 def note_donated(state: TrainState) -> None:
