@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import dropout, scaled_dot_product_attention
 
 import ppfunc as pp
 from ppfunc.schedule import dualpipe, forward_only, insert_recomputes, plan, seq1f1b, seq_zb
@@ -16,7 +16,12 @@ from tests.models import same_bits
 from tests.storages import LiveStorages
 
 STAGES, SEQUENCES, ROWS, TOKENS, WIDTH = 4, 3, 2, 16, 8
-ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional, "eager": pp.engines.eager}
+ENGINES = {
+    "graph": pp.engines.graph,
+    "graph, all again": pp.engines.graph(remat="full"),
+    "functional": pp.engines.functional,
+    "eager": pp.engines.eager,
+}
 
 
 def normal(*shape, seed=0):
@@ -36,7 +41,7 @@ def cached_attention(params, x, carry):
     q, k, v = (x @ params[name] for name in "qkv")
     past = 0 if carry is None else carry[0].shape[1]
     k, v = (k, v) if carry is None else (torch.cat(pair, 1) for pair in zip(carry, (k, v), strict=True))
-    mask = torch.ones(x.shape[1], past + x.shape[1], dtype=torch.bool).tril(past)
+    mask = torch.ones(x.shape[1], past + x.shape[1], dtype=torch.bool, device=x.device).tril(past)
     return pp.Output(x + scaled_dot_product_attention(q, k, v, attn_mask=mask), carry=(k, v))
 
 
@@ -257,17 +262,37 @@ def test_nothing_differentiates_the_last_carry(engine):
     close(step(PARAMS, *cut(2))[1], expected("linear")[1])
 
 
-def test_dropout_depends_on_the_slice_alone():
+def test_dropout_depends_on_the_sequence_and_the_slice_alone():
     def dropping(params, x, carry):
         out = linear_attention(params, x, carry)
-        return out._replace(y=torch.nn.functional.dropout(out.y, 0.5))
+        return out._replace(y=dropout(out.y, 0.5))
 
-    results = [
-        pp.value_and_grad([dropping] * STAGES, loss_fn, schedule)(PARAMS, *cut(4), seed=(0, 1))
-        for schedule in (seq1f1b(STAGES, SEQUENCES, 4), seq1f1b(2, SEQUENCES, 4, chunks=2))
-    ]
-    assert same_bits(results[0][0], results[1][0])
-    assert all(same_bits(results[0][1][s], results[1][1][s]) for s in range(STAGES))
+    first, *others = (
+        pp.value_and_grad([dropping] * STAGES, loss_fn, build(4))(PARAMS, *cut(4), seed=(0, 1))
+        for build in SCHEDULES.values()
+    )
+    for loss, grads in others:
+        assert same_bits(loss, first[0])
+        close(grads, first[1])
+
+    def drawn(params, x, carry):
+        return pp.Output(dropout(torch.ones_like(x), 0.5), carry=())
+
+    step = pp.evaluate([drawn] * STAGES, None, seq1f1b(STAGES, SEQUENCES, 4), return_outputs=True)
+    draws = step(PARAMS, cut(4)[0], seed=(0, 1))
+    assert len({tuple(draw.flatten().tolist()) for draw in draws}) == SEQUENCES * 4
+
+
+@pytest.mark.parametrize("build", [seq1f1b, seq_zb])
+def test_tied_parameters_have_the_sum_of_the_gradients_of_all_slices(build):
+    tied = {"q": [(0, "q"), (STAGES - 1, "q")]}
+    params = {s: dict(tree) for s, tree in PARAMS.items()}
+    params[STAGES - 1]["q"] = params[0]["q"].clone()
+    step = pp.value_and_grad([linear_attention] * STAGES, loss_fn, build(STAGES, SEQUENCES, 4), tied=tied)
+    grads = step(params, *cut(4))[1]
+    wanted = torch.func.grad(lambda params: in_one_piece(linear_attention, params)[0])(params)
+    wanted[0]["q"] = wanted[STAGES - 1]["q"] = wanted[0]["q"] + wanted[STAGES - 1]["q"]
+    close(grads, wanted)
 
 
 def test_a_stage_may_carry_nothing():
@@ -322,6 +347,15 @@ def test_processes_give_the_same_bits_and_the_bytes_that_are_predicted(name, cel
         assert same_bits(loss, alone.loss) and same_bits(grads[rank], alone.grads[rank])
         assert all(map(same_bits, carry[rank], alone.carry[rank].trees))
         assert predicted == pytest.approx(most, rel=0.01)
+
+
+def test_four_processes_give_the_same_bits(four):
+    """One stage each, I and W apart."""
+    step = pp.value_and_grad([recurrent] * 4, loss_fn, seq_zb(4, SEQUENCES, 4), return_carry=True)
+    alone = step(PARAMS, *cut(4))
+    for rank, (loss, grads, carry, *_) in enumerate(four(by_process, "seq_zb", "recurrent")):
+        assert same_bits(loss, alone.loss) and same_bits(grads[rank], alone.grads[rank])
+        assert all(map(same_bits, carry[rank], alone.carry[rank].trees))
 
 
 BATCH = cut(4)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.schedule import insert_offloads
+from ppfunc.schedule import Op, insert_offloads, seq_zb
 from tests.models import dense, normal, problem, same_bits, squared
 from tests.simulated.cases import cases, on_device, on_host
+from tests.test_slices import CELLS, INPUTS, PARAMS, SEQUENCES, TARGETS, loss_fn
 
 PLAIN = pp.gpipe(2, 4)
 MOVING = insert_offloads(PLAIN)
@@ -28,6 +29,26 @@ def test_offloaded_residuals_give_the_same_bits_and_hold_up_nothing(simulate, na
     result = step(held, x, y)
     assert not gpu.waits, dict(gpu.waits)
     assert same_bits(on_host(result), step(params, inputs, targets))
+
+
+@pytest.mark.parametrize(("cell", "seed"), cases(product(CELLS, range(3)), [("cache", 0), ("linear", 1)]))
+def test_offloaded_slices_give_the_same_bits_and_carries(simulate, cell, seed):
+    """Keys of a slice go to the next slice while they move."""
+    gpu, schedule = simulate(seed=seed), insert_offloads(seq_zb(2, SEQUENCES, 4), lookahead=0)
+    assert Op.OFFLOAD in schedule.ops
+    params = {s: PARAMS[s] for s in range(2)}
+    step = pp.value_and_grad([CELLS[cell]] * 2, loss_fn, schedule, return_carry=True)
+
+    def run(params, *batch):
+        given = [pp.microbatch(part, SEQUENCES, slices=4) for part in batch]
+        carry = step(params, *given).carry if cell == "linear" else None
+        gpu.waits.clear()
+        found = step(params, *given, carry=carry)
+        return found.loss, found.grads, {s: each.trees for s, each in found.carry.items()}
+
+    found = run(*on_device((params, INPUTS, TARGETS)))
+    assert not gpu.waits, dict(gpu.waits)
+    assert same_bits(on_host(found), run(params, INPUTS, TARGETS))
 
 
 def test_parts_of_tensors_move_without_holding_up_the_host(gpu):
