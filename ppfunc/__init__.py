@@ -118,6 +118,7 @@ if TYPE_CHECKING:
         stage_from_module as stage_from_module,
         stages_from_layers as stages_from_layers,
     )
+    from .stage.attention import carried_attention as carried_attention
     from .stage.collectives import context_attention as context_attention
     from .stage.layout import with_layouts as with_layouts
     from .stage.modules import parallelize as parallelize
@@ -158,6 +159,7 @@ else:
             ),
             "splitter": "Split materialize split",
             "stage": "StageError collectives engines stage_from_module stages_from_layers",
+            "stage.attention": "carried_attention",
             "stage.collectives": "context_attention",
             "stage.layout": "with_layouts",
             "stage.modules": "parallelize",

@@ -13,7 +13,7 @@ Trees of tensors are read by `tree`, described by `signature`, `layout` (DTensor
 and block masks among tensors). `errors` finds the user's lines, `device` has all that a device does beside
 computing, `operators` what operators do, `_torch` the private names of torch, `process` what all threads
 share.
-`transforms` makes stages of stages; `collectives` may be called in a stage.
+`transforms` makes stages of stages; `collectives` and `attention` may be called in a stage.
 """
 
 from typing import TYPE_CHECKING
