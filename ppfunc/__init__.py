@@ -87,6 +87,7 @@ if TYPE_CHECKING:
         check as check,
         chimera as chimera,
         data_parallel as data_parallel,
+        decode as decode,
         deepspeed_inference as deepspeed_inference,
         deepspeed_train as deepspeed_train,
         dualpipe as dualpipe,
@@ -151,7 +152,7 @@ else:
                 " interleaved microbatch replicated two_streams"
             ),
             "schedule": (
-                "Costs Schedule ScheduleError check chimera data_parallel deepspeed_inference"
+                "Costs Schedule ScheduleError check chimera data_parallel decode deepspeed_inference"
                 " deepspeed_train dualpipe dualpipev gpipe inference interleaved_1f1b interleaved_zb"
                 " looped_bfs one_f_one_b plan seq1f1b seq_zb simulate v_half v_min with_skips zb_h1 zb_h2 zbv"
                 " zbv_greedy"

@@ -468,7 +468,7 @@ MISTAKES = {
     ),
     "a first carry of another form": (
         lambda: _step()(PARAMS, *BATCH, carry={0: pp.microbatch(INPUTS, 3)}),
-        "x = Carried(x=float64[2,4,8] no grad, carry=float64[2,16,8])",
+        "x = Carried(x=float64[2,4,8] no grad, carry=float64[2,16,8] no grad)",
     ),
 }  # fmt: skip
 

@@ -423,7 +423,7 @@ COMMANDS = {
         {
             "ranks": {"required": True, "help": "number of ranks"},
             "microbatches": {"required": True, "help": "number of microbatches"},
-            "slices": "slices of a sequence, of which each is a microbatch; default: 1",
+            "slices": "slices of a sequence, of which each is a microbatch; default: no carry",
             "cap": "memory of a rank, in the unit of an activation; default: no limit",
             "placement": {"choices": ("loop", "v", "any"), "default": "any", "help": "default: any"},
             "chunks": {

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         BUILDERS as BUILDERS,
         chimera as chimera,
         data_parallel as data_parallel,
+        decode as decode,
         deepspeed_inference as deepspeed_inference,
         deepspeed_train as deepspeed_train,
         dualpipe as dualpipe,
@@ -100,7 +101,7 @@ else:
         __name__,
         {
             "builders": (
-                "BUILDERS chimera data_parallel deepspeed_inference deepspeed_train dualpipe dualpipev"
+                "BUILDERS chimera data_parallel decode deepspeed_inference deepspeed_train dualpipe dualpipev"
                 " find_builder gpipe inference interleaved_1f1b interleaved_zb looped_bfs one_f_one_b"
                 " seq1f1b seq_zb v_half v_min zb_h1 zb_h2 zbv zbv_greedy zero_bubble"
             ),

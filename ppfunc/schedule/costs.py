@@ -189,7 +189,7 @@ class Costs:
                 )
         stages = len(set(schedule.model_stages))
         parts = {
-            name: (1 if name in cut else stages) * (1 if name in OF_A_STAGE else schedule.slices)
+            name: (1 if name in cut else stages) * (1 if name in OF_A_STAGE else max(schedule.slices, 1))
             for name in shared
         }
         whole = {name: 1 if name in cut else schedule.ranks for name in shared}

@@ -26,6 +26,7 @@ class EdgeFlow(NamedTuple):
     receive: Op  # kind of the message at its target
     far: int | None  # the peer that the send names, None along a chain
     near: int | None  # the peer that the receive names
+    shift: int = 0  # 1 where the next slice of the sequence consumes them
 
 
 class Input(NamedTuple):
@@ -35,8 +36,9 @@ class Input(NamedTuple):
         value: number of the value of microbatch 0.
         origin: stage that makes it.
         shift: distance from the microbatch of the instruction to the microbatch of the value: -1 for the
-            carry of the slice before, 1 for the gradient of the carry to the slice after, else 0. Only a
-            microbatch that :meth:`Schedule.joins` its neighbour has a shifted input.
+            carry of the slice before and for what leads back from it, 1 for the gradient of the carry to the
+            slice after, else 0. Only a microbatch that :meth:`Schedule.joins` its neighbour has a shifted
+            input.
     """
 
     value: int
@@ -116,11 +118,13 @@ class Dataflow:
         makers: dict[tuple[int, int], list[tuple[int, int]]] = {
             (OWN, stage): [(stage, 0)] for stage in stages
         }
-        carries = [(stage, stage) for stage in stages] if self.schedule.slices > 1 else []
-        for shift, edges in ((0, self.schedule.edges), (1, carries)):
-            for a, b in edges:
-                makers.setdefault((BEFORE, b), []).append((a, -shift))
-                makers.setdefault((AFTER, a), []).append((b, shift))
+        edges = [(a, b, int(self.schedule.leads_back(a, b))) for a, b in self.schedule.edges]
+        carries = [(stage, stage, 1) for stage in stages]
+        for a, b, shift in (*edges, *carries):
+            if shift and self.schedule.slices < 2:
+                continue  # no microbatch has a neighbour
+            makers.setdefault((BEFORE, b), []).append((a, -shift))
+            makers.setdefault((AFTER, a), []).append((b, shift))
         return {
             (op, stage): tuple(
                 Input(self.output(maker, 0) + value, maker, shift)
@@ -136,7 +140,7 @@ class Dataflow:
         """Map ``(op, stage, peer)`` of a SEND or RECV to its messages. Along a chain the peer is None."""
         routes = {}
         home = self.schedule.placement
-        for source, target, op, send, receive, far, near in edge_flows(self.schedule):
+        for source, target, op, send, receive, far, near, _ in edge_flows(self.schedule):
             if home[source] != home[target]:
                 first = self.message(self.output(source, 0) + KINDS[op].product, target)
                 routes[send, source, far] = MessageRoute(first, home[target])
@@ -149,5 +153,6 @@ def edge_flows(schedule: Schedule) -> Iterator[EdgeFlow]:
     skips = frozenset(schedule.skips)
     for a, b in schedule.edges:
         far, near = (b, a) if (a, b) in skips else (None, None)
-        yield EdgeFlow(a, b, Op.F, Op.SEND_F, Op.RECV_F, far, near)
-        yield EdgeFlow(b, a, Op.B, Op.SEND_B, Op.RECV_B, near, far)
+        back = int(schedule.leads_back(a, b))
+        yield EdgeFlow(a, b, Op.F, Op.SEND_F, Op.RECV_F, far, near, back)
+        yield EdgeFlow(b, a, Op.B, Op.SEND_B, Op.RECV_B, near, far, -back)

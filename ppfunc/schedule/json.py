@@ -48,7 +48,7 @@ def to_json(schedule: Schedule) -> str:
         "placement": schedule.placement,
         "chains": [{"stages": c.stages, "microbatches": _bounds(c)} for c in schedule.chains],
         "skips": schedule.skips,
-        **({"slices": schedule.slices} if schedule.slices > 1 else {}),
+        **({"slices": schedule.slices} if schedule.slices else {}),
     }
     programs = ",\n".join(
         json.dumps([[str(i) for i in step] for step in program], separators=(",", ":"))
@@ -196,7 +196,7 @@ def read_schedule_at(path: str, document: Any) -> Schedule:
         chains,
         fields["programs"],
         fields["skips"],
-        fields.get("slices", 1),
+        fields.get("slices", 0),
     )
 
 

@@ -49,10 +49,12 @@ class Schedule:
         placement: rank of every stage; ``placement[s]`` holds stage ``s``.
         chains: the paths that microbatches walk through the stages.
         programs: program of each rank.
-        skips: additional edges ``(source stage, destination stage)`` of skip connections.
-        slices: number k of slices of a sequence. Microbatch ``m`` is slice ``m % k`` of sequence ``m // k``;
-            with two or more, every stage hands a carry from a slice to the next slice of the sequence, and
-            its gradient back: an edge from the stage to itself that is shifted by one microbatch.
+        skips: additional edges ``(source stage, destination stage)`` of skip connections. One that leads back
+            to an earlier stage goes to the next slice of the sequence.
+        slices: number k of slices of a sequence, 0 where stages have no carry. Microbatch ``m`` is slice
+            ``m % k`` of sequence ``m // k``. Every stage hands a carry from a slice to the next slice of the
+            sequence, and its gradient back: an edge from the stage to itself that is shifted by one
+            microbatch. With one slice, carries begin and end with each microbatch.
     """
 
     name: str
@@ -60,7 +62,7 @@ class Schedule:
     chains: tuple[Chain, ...]
     programs: tuple[Program, ...]
     skips: tuple[tuple[int, int], ...] = ()
-    slices: int = 1
+    slices: int = 0
 
     def __str__(self) -> str:
         return "\n".join(
@@ -73,7 +75,7 @@ class Schedule:
     def __repr__(self) -> str:
         return (
             f"Schedule({self.name!r}, ranks={self.ranks}, stages={self.stages},"
-            f" microbatches={self.microbatches},{f' slices={self.slices},' if self.slices != 1 else ''}"
+            f" microbatches={self.microbatches},{f' slices={self.slices},' if self.slices else ''}"
             f" instructions={sum(self.counts.values())},"
             f" digest={self.digest[:12]!r})"
         )
@@ -94,6 +96,11 @@ class Schedule:
     def stages(self) -> int:
         """Count the stages, including the replicas in further chains."""
         return len(self.placement)
+
+    @property
+    def sequences(self) -> int:
+        """Count the sequences over all chains: the microbatches, where they are no slices."""
+        return self.microbatches // max(self.slices, 1)
 
     @cached_property
     def microbatches(self) -> int:
@@ -166,6 +173,14 @@ class Schedule:
         """List every ``(source stage, destination stage)`` that an activation travels."""
         return (*self._successors.items(), *self.skips)
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {stage: place for c in self.chains for place, stage in enumerate(c.stages)}
+
+    def leads_back(self, source: int, destination: int) -> bool:
+        """Tell whether an edge goes to an earlier stage of the chain, for the next slice of the sequence."""
+        return self._places[destination] < self._places[source]
+
     def joins(self, microbatch: int, shift: int) -> bool:
         """Tell whether a microbatch and the microbatch ``shift`` after it are slices of one sequence.
 
@@ -174,11 +189,11 @@ class Schedule:
         >>> schedule.joins(1, 1), schedule.joins(2, 1), schedule.joins(3, -1)
         (True, False, False)
         """
-        return 0 <= microbatch % self.slices + shift < self.slices
+        return self.slices > 1 and 0 <= microbatch % self.slices + shift < self.slices
 
     def numbered(self, microbatch: int | None) -> str:
         """Write the number of a microbatch as pictures have it: ``2.0`` for slice 0 of sequence 2."""
-        if microbatch is None or self.slices == 1:
+        if microbatch is None or self.slices < 2:
             return str(microbatch)
         return f"{microbatch // self.slices}.{microbatch % self.slices}"
 
@@ -241,7 +256,7 @@ class Schedule:
             list(self.placement),
             [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains],
             self.skips,
-            *([self.slices] if self.slices > 1 else []),
+            *([self.slices] if self.slices else []),
         ]
         state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
         for program in self.programs:
@@ -260,7 +275,7 @@ def single_chain(
     microbatches: int,
     programs: Iterable[Iterable[Instruction]],
     *,
-    slices: int = 1,
+    slices: int = 0,
 ) -> Schedule:
     """Make a schedule of compute with one chain through stages 0, 1, ...: the usual way to write one.
 
@@ -277,7 +292,7 @@ def single_chain(
         placement: the rank of every stage.
         microbatches: number of microbatches that walk the chain.
         programs: instructions of each rank in order, one per step.
-        slices: number of slices of a sequence; see :class:`Schedule`.
+        slices: number of slices of a sequence, 0 where stages have no carry; see :class:`Schedule`.
 
     Raises:
         TypeError: another type, or items that are not instructions.

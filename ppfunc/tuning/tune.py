@@ -73,7 +73,7 @@ _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
 TRAINING = tuple(
     name
     for name, build in BUILDERS.items()
-    if name not in _ALIKE and not (made := build(2, 4)).forward_only and made.slices == 1
+    if name not in _ALIKE and not (made := build(2, 4)).forward_only and not made.slices
 )
 
 

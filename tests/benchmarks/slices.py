@@ -94,7 +94,7 @@ def main() -> None:
     transports = [pp.P2P() for _ in schedules]
     steps, peaks, results = [], [], []
     for schedule, transport in zip(schedules, transports, strict=True):
-        stage, given = (sliced, cut) if schedule.slices > 1 else (whole, batch)
+        stage, given = (sliced, cut) if schedule.slices else (whole, batch)
         step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transport)
         peaks.append(step.lower(params, *given).memory_analysis()[rank].peak)
         results.append(torch.cat([t.flatten() for t in tree_leaves(step(params, *given)[1])]))

@@ -39,7 +39,7 @@ from tests.clock import busy
 
 NAMES = (
     "gpipe 1f1b inference data_parallel interleaved_1f1b looped_bfs zb_h1 zb_h2 interleaved_zb zero_bubble"
-    " zbv zbv_greedy v_half v_min chimera dualpipe dualpipev seq1f1b seq_zb deepspeed_train"
+    " zbv zbv_greedy v_half v_min chimera dualpipe dualpipev seq1f1b seq_zb decode deepspeed_train"
     " deepspeed_inference"
 ).split()
 
@@ -55,7 +55,7 @@ def test_list_names_every_schedule_with_its_options(run):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_is_shown_in_every_form_and_accepted_by_check(name, run, tmp_path):
-    shape = ("--ranks", 4, "--sequences" if name.startswith("seq") else "--microbatches", 8)
+    shape = ("--ranks", 4, "--sequences" if name.startswith(("seq", "decode")) else "--microbatches", 8)
     for form in ("grid", "csv", "steps", "json", "svg", "trace"):
         for lowered in ((), ("--lowered",)) if form != "svg" else ((),):
             file = tmp_path / f"{len(lowered)}.{form}"

@@ -20,6 +20,12 @@ def neighbour(schedule, stage, distance):
     return stages[at] if 0 <= at < len(stages) else None
 
 
+def back(schedule, source, destination):
+    """Whether the destination comes before the source in their chain."""
+    stages = next(c.stages for c in schedule.chains if source in c.stages)
+    return stages.index(destination) < stages.index(source)
+
+
 def name_of(schedule, instruction):
     """The message as (kind, source, destination, microbatch), whichever end performs it; None if there is
     none.
@@ -37,6 +43,8 @@ def name_of(schedule, instruction):
         )
         if edge not in schedule.skips:
             return None
+        if back(schedule, *edge) and (instruction.microbatch + 1) % schedule.slices == 0:
+            return None  # nothing comes after the last slice
     if other is None or schedule.placement[other] == schedule.placement[instruction.stage]:
         return None
     ends = (instruction.stage, other) if sending else (other, instruction.stage)
@@ -67,11 +75,14 @@ def inputs_of(schedule, part):
     s, m = part.stage, part.microbatch
     if part.op == "W":
         return [("B", s, m)]
-    k = schedule.slices
+    k = max(schedule.slices, 1)
     if part.op == "F":
-        before = [neighbour(schedule, s, -1), *(a for a, b in schedule.skips if b == s)]
-        carry = [("F", s, m - 1)] if m % k else []
-        return [*carry, *(("F", a, m) for a in before if a is not None)]
+        before = [
+            neighbour(schedule, s, -1),
+            *(a for a, b in schedule.skips if b == s and not back(schedule, a, b)),
+        ]
+        last = [s, *(a for a, b in schedule.skips if b == s and back(schedule, a, b))] if m % k else []
+        return [*(("F", a, m - 1) for a in last), *(("F", a, m) for a in before if a is not None)]
     after = [neighbour(schedule, s, 1), *(b for a, b in schedule.skips if a == s)]
     carry = [("B", s, m + 1)] if (m + 1) % k else []
     return [*carry, ("F", s, m), *(("B", b, m) for b in after if b is not None)]

@@ -273,7 +273,7 @@ def test_a_slot_waits_for_the_message_that_reads_it():
     "skips, text",
     [
         (((0, 1),), "skip (0, 1): expected a destination two stages or more after its source"),
-        (((2, 0),), "skip (2, 0): expected a destination two stages or more after its source"),
+        (((2, 0),), "skip (2, 0) leads back, to the next slice of a sequence: expected slices"),
         (((0, 2), (0, 2)), "skip (0, 2) is there twice, expected each once"),
     ],
 )

@@ -150,7 +150,7 @@ def complete_schedules():
     for schedule in SMALL:
         if not schedule.ops & set(SENDING) and not schedule.forward_only:
             whole = append_tail(place_communication(insert_loads(insert_offloads(schedule))), tied=True)
-            yield whole if schedule.slices > 1 else allocate_slots(whole)
+            yield whole if schedule.slices else allocate_slots(whole)
 
 
 COMPLETE = tuple(complete_schedules())
@@ -182,7 +182,7 @@ def test_passes_keep_what_is_right_and_raise_nothing_else(schedule, seed, change
     for _ in range(changes):
         schedule = mutate(schedule, rng)
     try:
-        changed = schedule if schedule.slices > 1 and change is allocate_slots else change(schedule)
+        changed = schedule if schedule.slices and change is allocate_slots else change(schedule)
         simulate(schedule)
     except ScheduleError:
         assert not is_accepted(schedule)

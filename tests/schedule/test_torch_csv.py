@@ -118,7 +118,7 @@ def cannot_block(schedule):
 ONE_CHAIN = [
     name
     for name, build in BUILDERS.items()
-    if (s := build(4, 8)) and len(s.chains) == 1 and s.ops <= COMPUTE and not s.forward_only and s.slices == 1
+    if (s := build(4, 8)) and len(s.chains) == 1 and s.ops <= COMPUTE and not s.forward_only and not s.slices
 ]
 
 

@@ -39,6 +39,7 @@ REFUSED = (
     "deepspeed_inference",
     "seq1f1b",
     "seq_zb",
+    "decode",
 )
 WITHIN_RANKS = (
     "zbv",

@@ -195,20 +195,36 @@ def routes_of(schedule: Schedule) -> Iterator[Route]:
             yield Route("B", home[b], home[a])
 
 
-BATCH = -1
-"""Number of the "stage" that the batch comes from."""
+BATCH, CALLER, NOWHERE = -1, -2, -3
+"""Numbers of "stages": that the batch comes from; that the first carry of a sequence comes from, and its last
+carry goes to; that a value goes to which nothing reads.
+"""
+
+
+class End(NamedTuple):
+    """Name the other end of an edge.
+
+    Args:
+        stage: stage of the schedule.
+        shift: 1 where the edge leads from a slice to the next slice of the sequence, else 0.
+    """
+
+    stage: int
+    shift: int = 0
 
 
 class Edge(NamedTuple):
     """Describe a part of a stage's input, or of its output, for one microbatch.
 
     Args:
-        stage: the stage of the schedule at the other end, ``BATCH`` for the batch.
+        stage: the stage of the schedule at the other end, or ``BATCH``, ``CALLER``, ``NOWHERE``.
         signature: signature of the value that travels.
+        shift: 1 where the value is of the slice before, or goes to the slice after, else 0.
     """
 
     stage: int
     signature: Signature
+    shift: int = 0
 
     @property
     def leaves(self) -> tuple[LeafSignature, ...]:
@@ -248,8 +264,6 @@ class LoweredStage(NamedTuple):
         loss: signature of the loss, None where the stage has none.
         outputs, metrics, aux, state: signatures of the results that are not differentiated, in their order;
             ``aux`` is that of the loss function.
-        slices: number of slices of a sequence.
-        keeps_carry: whether last carries, and gradients of first carries, belong to the caller.
     """
 
     model_stage: int
@@ -263,8 +277,6 @@ class LoweredStage(NamedTuple):
     metrics: Signature
     aux: Signature
     state: Signature
-    slices: int = 1
-    keeps_carry: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -316,10 +328,13 @@ class LoweredStep(NamedTuple):
     def edge_of(self, message: Instruction) -> Edge:
         """Return the edge along which a SEND or RECV of this process moves its tensors."""
         assert message.microbatch is not None
-        low = self.stages[message.stage, message.microbatch]
+        # A message has the number of the microbatch that made its value, which the next slice may read.
+        peer = message.peer
+        ahead = message.op is Op.RECV_F and peer is not None and self.schedule.leads_back(peer, message.stage)
+        low = self.stages[message.stage, message.microbatch + ahead]
         edges = low.sinks if message.op in (Op.SEND_F, Op.RECV_B) else low.sources
         # Without a peer it goes to a neighbour, the first of them.
-        return next(edge for edge in edges if message.peer in (None, edge.stage))
+        return next(edge for edge in edges if peer in (None, edge.stage))
 
     def context_of(self, failure: Failure) -> str:
         """Describe the line of the user's code that failed, and the arguments of a failed forward."""
@@ -358,39 +373,51 @@ def lower(
     _require_same_rows(form, schedule.microbatches)
     require_carry(schedule, spec)
     home, model_stages = schedule.placement, schedule.model_stages
-    edges: dict[tuple[int, int], Sequence[Signature]] = {}
+    # By source, sink, and the microbatch of the source.
+    edges: dict[tuple[int, int, int], Signature] = {}
     lowered: dict[Key, LoweredStage] = {}
+    functions: dict[int, tuple[bool, Callable[..., LoweredStage]]] = {}
     for stage, microbatches in stages_in_order(schedule):
         if home[stage] not in local:
             continue
         sources, sinks = ends_of(schedule, stage)
-        for source in sources:
+        for source, shift in sources:
+            numbers = [m - shift for m in microbatches if not shift or schedule.joins(m, -1)]
             if source == BATCH:
-                edges[source, stage] = _inputs(pipeline, form, microbatches)
-            elif home[source] not in local:
+                signatures = _inputs(pipeline, form, numbers)
+            elif numbers and home[source] not in local:
                 assert recv is not None
-                edges[source, stage] = recv((source, stage))
-        function = _stage_function(pipeline, form, stage, sinks)
+                signatures = recv((source, stage))
+            else:
+                continue
+            edges.update(zip([(source, stage, m) for m in numbers], signatures, strict=True))
         model_stage = model_stages[stage]
-        params = example(model_stage)
-        # Microbatches of one form share it.
-        lower_one = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
-        for n, m in enumerate(microbatches):
-            received = tuple(Edge(source, edges[source, stage][n]) for source in sources)
-            if schedule.slices > 1:
-                received += (Edge(stage, _carry_to(schedule, form, lowered, stage, m)),)
+        if stage not in functions:
+            function, params = _stage_function(pipeline, form, stage, sinks), example(model_stage)
+            # Microbatches of one form share what is lowered.
+            once = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
+            functions[stage] = function.targeted, once
+        targeted, lower_one = functions[stage]
+        for m in microbatches:
+            received = tuple(
+                Edge(source, edges[source, stage, m - shift], shift)
+                if not shift or schedule.joins(m, -1)
+                else _first(pipeline, form, stage, source, m)
+                for source, shift in sources
+            )
             # Beside its input it gets a target, extras, a state.
-            target = (form.targets[m],) if function.loss_fn is not None and form.targets is not None else ()
+            target = (form.targets[m],) if targeted and form.targets is not None else ()
             extras = (form.extras[model_stage][m],) if model_stage in form.extras else ()
             state = (form.state[model_stage],) if model_stage in form.state else ()
-            sliced = schedule.slices > 1 and not schedule.forward_only
-            kind = sliced and not schedule.joins(m, 1), m in form.weightless
-            lowered[stage, m] = lower_one(received, (*target, *extras, *state), *kind)
-        for n, sink in enumerate(sinks[: len(sinks) - (schedule.slices > 1)]):
-            edges[stage, sink] = [lowered[stage, m].sinks[n].signature for m in microbatches]
-            if home[sink] not in local:
+            kind = schedule.joins(m, 1), m in form.weightless
+            low = lower_one(received, (*target, *extras, *state), *kind)
+            lowered[stage, m] = low
+            edges.update(((stage, edge.stage, m), edge.signature) for edge in low.sinks)
+        for sink, shift in sinks:
+            numbers = [m for m in microbatches if not shift or schedule.joins(m, 1)]
+            if numbers and home[sink] not in local:
                 assert send is not None
-                send((stage, sink), edges[stage, sink])
+                send((stage, sink), [edges[stage, sink, m] for m in numbers])
     if not schedule.forward_only and (spec.updates or "grads" in spec.wants):
         for stage in {stage: None for stage, _ in lowered}:
             _warn_of_detached([low for (number, _), low in lowered.items() if number == stage])
@@ -401,53 +428,55 @@ def lower(
     return LoweredStep(schedule, spec, form, pipeline.ranks, pipeline.order, lowered, losses, drawing)
 
 
-def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, range]]:
+def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield every stage with its microbatches, each after the stages that send to it.
 
-    The order is the same on every rank.
+    Where a skip connection leads back, slices are yielded in turn. The order is the same on every rank.
     """
-    for chain in schedule.chains:
-        for stage in chain.stages:
-            yield stage, chain.microbatches
+    turns = schedule.slices if any(schedule.leads_back(*skip) for skip in schedule.skips) else 1
+    for turn in range(turns):
+        for chain in schedule.chains:
+            for stage in chain.stages:
+                yield stage, chain.microbatches[turn::turns]
 
 
-def _carry_to(
-    schedule: Schedule, form: StepForm, lowered: Mapping[Key, LoweredStage], stage: int, microbatch: int
-) -> Signature:
-    """Return the signature of the carry that a slice gets: the first of a sequence the caller's, or None."""
-    if schedule.joins(microbatch, -1):
-        return lowered[stage, microbatch - 1].sinks[-1].signature
-    given = form.carry.get(schedule.model_stages[stage])
+def _first(pipeline: Pipeline, form: StepForm, stage: int, source: int, microbatch: int) -> Edge:
+    """Return the edge along which the first slice of a sequence gets what others get of the slice before.
+
+    A carry comes from the caller. It is None where the caller gives none, and so is what leads back.
+    """
+    schedule = pipeline.schedule
+    given = form.carry.get(schedule.model_stages[stage]) if source == stage else None
     if given is None:
-        return Signature.of(None)
-    first = given[microbatch // schedule.slices]
-    return first if schedule.forward_only else first.with_grad()
+        return Edge(CALLER, Signature.of(None))
+    first, wanted = given[microbatch // schedule.slices], "carry" in pipeline.spec.wants
+    return Edge(CALLER, first.with_grad() if wanted and not schedule.forward_only else first)
 
 
-def ends_of(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def ends_of(schedule: Schedule, stage: int) -> tuple[tuple[End, ...], tuple[End, ...]]:
     """List where the input of a stage comes from, and where its output goes.
 
     The neighbours in its chain come first, with the batch before the first stage; then skip connections. The
-    last place to which its output goes is the stage itself where it hands on a carry.
+    last is the stage itself where it hands a carry to the next slice.
     """
     stages = next(chain.stages for chain in schedule.chains if stage in chain.stages)
     at, model_stages = stages.index(stage), schedule.model_stages
     skips = sorted(schedule.skips, key=lambda skip: (model_stages[skip[0]], model_stages[skip[1]]))
-    before, own = stages[at - 1] if at else BATCH, (stage,) if schedule.slices > 1 else ()
-    return (
-        (before, *(source for source, sink in skips if sink == stage)),
-        (*stages[at + 1 : at + 2], *(sink for source, sink in skips if source == stage), *own),
-    )
+    before, after = End(stages[at - 1] if at else BATCH), [End(s) for s in stages[at + 1 : at + 2]]
+    carry = [End(stage, 1)] if schedule.slices else []
+    sources = [End(a, int(schedule.leads_back(a, b))) for a, b in skips if b == stage]
+    sinks = [End(b, int(schedule.leads_back(a, b))) for a, b in skips if a == stage]
+    return (before, *sources, *carry), (*after, *sinks, *carry)
 
 
-def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: tuple[int, ...]) -> StageFunction:
+def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: Sequence[End]) -> StageFunction:
     """Put together a stage at its place in the chain: with loss, outputs, skips and frozen leaves."""
     schedule, spec = pipeline.schedule, pipeline.spec
     last, k = any(stage == chain.stages[-1] for chain in schedule.chains), schedule.model_stages[stage]
     fn = pipeline.stages[k]
     if fn is None:
         raise ValueError(f"stages[{k}]: got None, but this process runs that stage; give its function")
-    if schedule.slices > 1 and (by := getattr(fn, WITHOUT_CARRY, "")):
+    if schedule.slices and (by := getattr(fn, WITHOUT_CARRY, "")):
         raise ValueError(
             f"stages[{k}]: got a function of {by}, which knows no carry, and the schedule {schedule.name!r}"
             " has slices; take a schedule without"
@@ -457,9 +486,9 @@ def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: tuple
         pipeline.loss_fn if last else None,
         last,
         last and "outputs" in spec.wants,
-        tuple(schedule.model_stages[sink] for sink in sinks[int(not last) :] if sink != stage),
+        tuple(schedule.model_stages[sink] for sink, _ in sinks[int(not last) :] if sink != stage),
         spec.frozen_in(k, form.params[k]),
-        schedule.slices > 1,
+        bool(schedule.slices),
     )
 
 
@@ -467,19 +496,21 @@ def _lower_stage(
     pipeline: Pipeline,
     form: StepForm,
     stage: int,
-    sinks: tuple[int, ...],
+    sinks: tuple[End, ...],
     function: StageFunction,
     params: Any,
     received: tuple[Edge, ...],
     extras: tuple[Signature, ...],
-    ends: bool,
+    joined: bool,
     weightless: bool,
 ) -> LoweredStage:
-    function = replace(function, ends=ends, weightless=weightless) if ends or weightless else function
     schedule, spec = pipeline.schedule, pipeline.spec
+    ends = function.carries and not joined and not schedule.forward_only
+    function = replace(function, ends=ends, weightless=weightless) if ends or weightless else function
     model_stage = schedule.model_stages[stage]
     boundary = Boundary.of(function.fn)
-    senders = [BATCH if edge.stage == BATCH else schedule.model_stages[edge.stage] for edge in received]
+    sources, _ = ends_of(schedule, stage)
+    senders = [source if source == BATCH else schedule.model_stages[source] for source, _ in sources]
     signatures = [edge.signature for edge in received]
     _require_layouts(model_stage, boundary, form.params[model_stage], zip(senders, signatures, strict=True))
     example = (params, received_signature(senders, signatures, function.carries), *extras)
@@ -493,9 +524,14 @@ def _lower_stage(
         for tree in (activation, outputs)
     )
     sent = (*(() if function.last else (activation,)), *children(skips))
+    kept = CALLER if "carry" in spec.wants else NOWHERE
+    edges = tuple(
+        Edge(sink if joined or not shift else kept if sink == stage else NOWHERE, value, shift)
+        for (sink, shift), value in zip(sinks, sent, strict=True)
+    )
     low = LoweredStage(
-        model_stage, call, form.params[model_stage], outline, received, tuple(map(Edge, sinks, sent)),
-        loss if loss.leaves else None, outputs, metrics, aux, state, schedule.slices, "carry" in spec.wants,
+        model_stage, call, form.params[model_stage], outline, received, edges,
+        loss if loss.leaves else None, outputs, metrics, aux, state,
     )  # fmt: skip
     updates = spec.updates and not schedule.forward_only  # an evaluation changes no weights
     if spec.frozen is not None and updates and outline.undeclared:
@@ -510,11 +546,11 @@ def _lower_stage(
     return low
 
 
-def _inputs(pipeline: Pipeline, form: StepForm, microbatches: range) -> list[Signature]:
+def _inputs(pipeline: Pipeline, form: StepForm, microbatches: Sequence[int]) -> Sequence[Signature]:
     assert form.inputs is not None  # of a process that runs the first stage
-    signatures = form.inputs[microbatches.start : microbatches.stop]
+    signatures = [form.inputs[m] for m in microbatches]
     if "input_grads" not in pipeline.spec.wants:
-        return list(signatures)
+        return signatures
     schedule = pipeline.schedule
     begin = {schedule.placement[chain.stages[0]] for chain in schedule.chains}
     whole = form.trees["inputs"].whole if "inputs" in form.trees else None  # of Microbatches it is none
@@ -538,7 +574,9 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
     parts: dict[int, LossPart] = {}
     # float16 and bfloat16 are too narrow for a sum; that of a trainer is float64.
     least = torch.float64 if spec.updates else torch.float32
-    for stage, microbatches in stages_in_order(schedule):
+    for stage, microbatches in (
+        (stage, chain.microbatches) for chain in schedule.chains for stage in chain.stages
+    ):
         by_microbatch = {
             m: low.loss.leaves[0]
             for m in microbatches
@@ -564,7 +602,7 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
 
 def require_carry(schedule: Schedule, spec: StepSpec) -> None:
     """Raise ValueError for last carries of a schedule without slices, or with replicas."""
-    if "carry" in spec.wants and schedule.slices == 1:
+    if "carry" in spec.wants and not schedule.slices:
         raise ValueError(
             f"return_carry: got True, and the schedule {schedule.name!r} has no slices; leave it out"
         )
@@ -679,7 +717,7 @@ def _warn_of_detached(microbatches: Sequence[LoweredStage]) -> None:
     trained = any(leaf.grad and n not in low.call.function.frozen for n, leaf in enumerate(low.params.leaves))
     reached = trained or any(edge.carrying for each in microbatches for edge in each.sources)
     losses = [each.loss.leaves[0] for each in microbatches if each.loss is not None]
-    sinks = [edge for each in microbatches for edge in each.sinks[: len(each.sinks) - (low.slices > 1)]]
+    sinks = [edge for each in microbatches for edge in each.sinks if not edge.shift]
     passes = [*losses, *(leaf for edge in sinks for leaf in edge.leaves)]
     if reached and not any(leaf.grad for leaf in passes):
         warn(

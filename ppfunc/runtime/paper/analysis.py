@@ -16,7 +16,7 @@ from ppfunc.stage.operators import flop_counter
 from ppfunc.stage.program import Example, StageProgram
 from ppfunc.stage.tree import tree_map
 
-from ..lowering.lower import BATCH, LoweredStage, LoweredStep, StepResult
+from ..lowering.lower import BATCH, CALLER, LoweredStage, LoweredStep, StepResult
 from ..lowering.stage_programs import StagePrograms
 from ..ports.protocols import LossPart, Transport, form_of_sum
 from ..running.compile import CompiledStep, build_programs, compile_step
@@ -216,7 +216,7 @@ def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[st
     lows = {low.model_stage: (key, low) for key, low in sorted(step.stages.items(), reverse=True)}
     sizes: dict[str, dict[int, float]] = {
         "bytes": {
-            s: sum(e.signature.nbytes for e in low.sinks[:1] if e.stage != key[0])
+            s: sum(e.signature.nbytes for e in low.sinks[:1] if not e.shift)
             for s, (key, low) in sorted(lows.items())
         },
         "parameters": {s: 2 * low.params.nbytes for s, (_, low) in sorted(lows.items())},
@@ -287,11 +287,10 @@ def shapes_of(lowered: LoweredStep, arguments: StepArguments, parts: Mapping[int
         loss = () if low.loss is None else low.loss.leaves
         kept = (*loss, *low.outputs.leaves, *low.metrics.leaves, *low.aux.leaves)
         buffers.kept[key] = empty(kept, meta)
-        if low.sources[0].stage == BATCH:
-            buffers.values[Tag("B", key[0], BATCH, key[1])] = empty(low.sources[0].carrying, meta)
-        if schedule.slices > 1:
-            buffers.carry[key] = empty(low.sinks[-1].leaves, meta)
-            buffers.carry_grads[key] = empty(low.sources[-1].carrying, meta)
+        gradients = [("B", edge, edge.carrying) for edge in low.sources if edge.stage in (BATCH, CALLER)]
+        values = [("F", edge, edge.leaves) for edge in low.sinks if edge.stage == CALLER]
+        for direction, edge, leaves in (*gradients, *values):
+            buffers.values[Tag(direction, key[0], edge.stage, key[1])] = empty(leaves, meta)
     for stage, sums in buffers.gradients.items():
         numbers, leaves = lowered.differentiated(stage), arguments.params[schedule.model_stages[stage]]
         for m in range(schedule.microbatches):

@@ -36,7 +36,7 @@ from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_leaves
 
 from ..lowering.comparison import checksum, differing
-from ..lowering.lower import LoweredStage, LoweredStep, Overlapped, Program, slices
+from ..lowering.lower import NOWHERE, LoweredStage, LoweredStep, Overlapped, Program, slices
 from ..lowering.ties import OTHER_VALUES, Place, SharedLeaf, differs
 from ..ports.protocols import Call, Collective, Transport, apart
 from ..values.buffers import (
@@ -78,11 +78,8 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
     sinks = [
         (Tag("F", stage, e.stage, microbatch), place)
         for e, place in slices(low.sinks)
-        if e.leaves and e.stage != stage
+        if e.leaves and e.stage != NOWHERE
     ]
-    carry = next((place for e, place in slices(low.sinks) if e.leaves and e.stage == stage), None)
-    if carry is not None and _joins(low, microbatch, 1):
-        sinks, carry = [*sinks, (Tag("F", stage, stage, microbatch + 1), carry)], None
     sent = sum(len(e.leaves) for e in low.sinks)
 
     def take(buffers: Buffers) -> tuple[Leaves, Leaves, Leaves]:
@@ -97,8 +94,6 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
         outputs, saved = result
         for tag, place in sinks:
             buffers.values[tag] = outputs[place]
-        if carry is not None and low.keeps_carry:
-            buffers.carry[key] = outputs[carry]
         if keep_residuals:
             buffers.residuals[key] = saved
         if wanted:
@@ -109,13 +104,10 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
     return ProgramCall(program.forward, take, put)
 
 
-def _joins(low: LoweredStage, microbatch: int, shift: int) -> bool:
-    return 0 <= microbatch % low.slices + shift < low.slices
-
-
 def input_tags(low: LoweredStage, key: Key) -> list[Tag]:
     """List the messages that a forward takes; an edge without leaves has no message."""
-    return [Tag("F", e.stage, *key) for e in low.sources if e.leaves]
+    stage, microbatch = key
+    return [Tag("F", e.stage, stage, microbatch - e.shift) for e in low.sources if e.leaves]
 
 
 def _compact(kept: torch.Tensor) -> torch.Tensor:
@@ -233,25 +225,20 @@ def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], 
     """Put the gradients of the inputs under the tags that the sending stages read."""
     (stage, microbatch), device = key, low.device
     sources = [
-        (Tag("B", stage, e.stage, microbatch - (e.stage == stage)), e.carrying, place)
+        (Tag("B", stage, e.stage, microbatch - e.shift), e.carrying, place)
         for e, place in slices(low.sources, carrying=True)
-        if e.carrying and (e.stage != stage or low.keeps_carry or _joins(low, microbatch, -1))
+        if e.carrying
     ]
-    first = low.slices > 1 and not _joins(low, microbatch, -1)
 
     def pass_on(buffers: Buffers, gradients: LeafGradients) -> None:
         for tag, leaves, place in sources:
             # Zeros where a gradient is structurally zero: the other end expects a tensor.
-            passed = tuple(
+            buffers.values[tag] = tuple(
                 [
                     torch.zeros(leaf.shape, dtype=leaf.dtype, device=device) if g is None else g
                     for g, leaf in zip(gradients[place], leaves, strict=True)
                 ]
             )
-            if first and tag.destination == stage:
-                buffers.carry_grads[key] = passed
-            else:
-                buffers.values[tag] = passed
 
     return pass_on
 

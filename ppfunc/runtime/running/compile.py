@@ -207,7 +207,8 @@ class _Binder:
         """Bind the waits for the values of other ranks that a forward or a backward consumes."""
         (stage, microbatch), low = _key(part), self._lowered.stages[_key(part)]
         for edge in low.sources if part.op is Op.F else low.sinks:
-            tag = Tag("F" if part.op is Op.F else "B", edge.stage, stage, microbatch)
+            before = edge.shift if part.op is Op.F else 0
+            tag = Tag("F" if part.op is Op.F else "B", edge.stage, stage, microbatch - before)
             if tag in self._received:
                 wait = self._transport.wait(self._received.pop(tag))
                 yield from _at(place._replace(awaited=tag), wait)

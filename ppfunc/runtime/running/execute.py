@@ -5,7 +5,7 @@ Buffers are made for one step alone. Results are trees that belong to the caller
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, reduce
 from itertools import chain
 from typing import Any
@@ -24,14 +24,13 @@ from ppfunc.stage.process import act_on_interrupts, this_thread
 from ppfunc.stage.signature import differentiable, leaf_names
 from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
-from ..lowering.lower import BATCH, Aux, LoweredStage, LoweredStep, StepResult
+from ..lowering.lower import BATCH, CALLER, Aux, LoweredStage, LoweredStep, StepResult
 from ..ports.protocols import Transport
 from ..values.arguments import Microbatches, StepArguments, joined
 from ..values.buffers import (
     Buffers,
     Compared,
     Gradients,
-    Key,
     LeafGradients,
     Leaves,
     Numbers,
@@ -158,9 +157,9 @@ def _fill_stage(
         first = n * lowered.schedule.slices
         if first in microbatches and leaves:
             if before is not None:
-                leaves = before.carry[stage, first + lowered.schedule.slices - 1]
+                leaves = before.values[Tag("F", stage, CALLER, first + lowered.schedule.slices - 1)]
             device = lowered.form.devices[model_stage]
-            buffers.values[Tag("F", stage, stage, first)] = tuple(upload(t, device) for t in leaves)
+            buffers.values[Tag("F", CALLER, stage, first)] = tuple(upload(t, device) for t in leaves)
     if stage == chain.stages[0]:
         buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in microbatches)
 
@@ -277,32 +276,29 @@ def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffe
         _input_gradients(lowered, arguments, buffers, owned) if "input_grads" in wants else None,
         without_constants(_in_form_of_inputs(outputs, lowered, owned)) if outputs else None,
         _aux(lowered, arguments, buffers, lasts, owned) if "aux" in wants else None,
-        carry=_carries(lowered, buffers.carry, -1, owned) if "carry" in wants else None,
-        carry_grads=_carries(lowered, buffers.carry_grads, 0, owned) if "carry" in wants else None,
+        carry=_carries(lowered, buffers, "F", owned) if "carry" in wants else None,
+        carry_grads=_carries(lowered, buffers, "B", owned) if "carry" in wants else None,
     )
 
 
-def _carries(
-    lowered: LoweredStep, kept: Mapping[Key, tuple[torch.Tensor, ...]], end: int, owned: Owned
-) -> dict[int, Microbatches]:
-    """Make trees of the carries after the sequences, or of the gradients of the carries before them.
+def _carries(lowered: LoweredStep, buffers: Buffers, direction: str, owned: Owned) -> dict[int, Microbatches]:
+    """Make trees of the last carries of sequences, or of the gradients of the first carries.
 
     Args:
-        end: number of the slice within its sequence, -1 for the last.
+        direction: ``"F"`` for carries, ``"B"`` for gradients.
     """
     trees: dict[int, list[Any]] = {}
-    k, given = lowered.schedule.slices, lowered.form.carry
     for (stage, m), low in sorted(lowered.stages.items(), key=lambda item: item[0][1]):
-        if m % k == end % k and (end or low.model_stage in given):
-            signature = (low.sinks if end else low.sources)[-1].signature
-            leaves = iter(kept.get((stage, m), ()))
+        edge = (low.sinks if direction == "F" else low.sources)[-1]
+        if edge.stage == CALLER and (direction == "F" or low.model_stage in lowered.form.carry):
+            leaves = iter(buffers.values.pop(Tag(direction, stage, CALLER, m), ()))
             made = (
                 owned(next(leaves))
-                if end or leaf.grad
+                if direction == "F" or leaf.grad
                 else torch.zeros(leaf.shape, dtype=leaf.dtype, device=low.device)
-                for leaf in signature.leaves
+                for leaf in edge.leaves
             )
-            trees.setdefault(low.model_stage, []).append(signature.wrap(made))
+            trees.setdefault(low.model_stage, []).append(edge.signature.wrap(made))
     return {model: Microbatches(rows) for model, rows in sorted(trees.items())}
 
 

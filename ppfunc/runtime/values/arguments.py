@@ -830,14 +830,14 @@ def read_arguments(
     require_trees("extras", extras, stages, some=True)
     require_trees("state", state, stages, some=True)
     carry = {} if raw.carry is None else raw.carry
-    if schedule.slices == 1 and carry:
+    if not schedule.slices and carry:
         raise ValueError(f"carry: got one, and the schedule {schedule.name!r} has no slices; leave it out")
     if schedule.replicas and carry:
         raise ValueError(
             f"carry: got one, and stages of the schedule {schedule.name!r} have replicas; leave it out"
         )
     require_trees("carry", carry, stages, some=True)
-    if schedule.slices > 1:
+    if schedule.slices:
         _require_cut(raw, schedule)
     reader = _Reader({} if last is None else last.trees, m, abstract)
     params = {s: reader.read_detached(tree, f"params[{s}]") for s, tree in raw.params.items()}
@@ -853,9 +853,11 @@ def read_arguments(
         for s, tree in carry.items()
     }
     weights = weights if raw.loss_weights is None else read_loss_weights(raw.loss_weights, m)
-    if schedule.slices > 1 and with_targets and weights is None:
+    if schedule.slices and with_targets and weights is None:
         _warn_of_tokens(raw.inputs, schedule)
-    left_out, weightless = (frozenset[int](),) * 2 if abstract or mixed else _zeros(weights, schedule.slices)
+    left_out, weightless = (
+        (frozenset[int](),) * 2 if abstract or mixed else _zeros(weights, max(schedule.slices, 1))
+    )
     if last is not None and reader.as_known and last.weightless == weightless:
         form = last
     else:
@@ -1014,7 +1016,7 @@ def _warn_of_tokens(inputs: Any, schedule: Schedule) -> None:
     """Warn of slices with unlike numbers of tokens, which weigh the same."""
     lengths = inputs._cut.lengths if isinstance(inputs, Microbatches) and inputs._cut else ()
     if len(set(lengths)) > 1:
-        tokens, sequences = sum(lengths), schedule.microbatches // schedule.slices
+        tokens, sequences = sum(lengths), schedule.sequences
         warn(
             f"slices of {list(lengths)} tokens have equal weights, so that tokens count unlike in a loss that"
             f" is their mean; pass loss_weights=[n / {tokens * sequences} for n in {list(lengths)}] *"
@@ -1024,11 +1026,11 @@ def _warn_of_tokens(inputs: Any, schedule: Schedule) -> None:
 
 def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
     """Raise ValueError for whole batches under a schedule of slices: nothing says along which axis to cut."""
-    k, sequences = schedule.slices, schedule.microbatches // schedule.slices
+    k, sequences = schedule.slices, schedule.sequences
     inputs: SequenceCut | None = None
     extras = {f"extras[{s}]": batch for s, batch in (raw.extras or {}).items()}
     for name, batch in {"inputs": raw.inputs, "targets": raw.targets, **extras}.items():
-        if batch is not None and not isinstance(batch, Microbatches):
+        if k > 1 and batch is not None and not isinstance(batch, Microbatches):
             raise ValueError(
                 f"{name}: got a whole batch, and the schedule {schedule.name!r} has {k} slices of a sequence;"
                 f" cut it, ppfunc.microbatch({name}, {sequences}, slices={k})"

@@ -118,8 +118,6 @@ class Buffers:
         scale: factor of the cotangents of the loss, None for 1.
         microbatch_offset: the number of the first microbatch among those of all data ranks.
         update: updates the parameters in this call.
-        carry: last carries of sequences that belong to the caller, by stage and last microbatch.
-        carry_grads: gradients of the first carries, by stage and first microbatch.
         compared: comparisons of this step.
         pending: messages that the transport has posted and not waited for, by tag; only the transport looks
             into it.
@@ -143,8 +141,6 @@ class Buffers:
     scale: torch.Tensor | None = None
     microbatch_offset: int = 0
     update: "ParameterUpdate | None" = None
-    carry: dict[Key, Leaves] = field(default_factory=dict)
-    carry_grads: dict[Key, Leaves] = field(default_factory=dict)
     compared: list[Compared] = field(default_factory=list)
     pending: dict[Tag, Any] = field(default_factory=dict)
 

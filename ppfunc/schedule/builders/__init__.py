@@ -22,7 +22,7 @@ from .loops import (
     zb_h1 as zb_h1,
     zb_h2 as zb_h2,
 )
-from .slices import seq1f1b as seq1f1b, seq_zb as seq_zb
+from .slices import decode as decode, seq1f1b as seq1f1b, seq_zb as seq_zb
 from .v_shape import v_half as v_half, v_min as v_min, zbv as zbv
 from .zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
 
@@ -46,6 +46,7 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "dualpipev": dualpipev,
     "seq1f1b": seq1f1b,
     "seq_zb": seq_zb,
+    "decode": decode,
     "deepspeed_train": deepspeed_train,
     "deepspeed_inference": deepspeed_inference,
 }

@@ -6,6 +6,7 @@ without. A slice costs a k-th of a sequence, and so do a bubble and an activatio
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ppfunc._checks import naming_arguments, require_counts
 from ppfunc.parallel.topology import loop
@@ -86,6 +87,34 @@ def seq_zb(ranks: int, sequences: int, slices: int = 2, chunks: int = 1) -> Sche
 
     programs = map(program_of, range(ranks))
     return single_chain("seq_zb", loop(ranks, chunks), sequences * slices, programs, slices=slices)
+
+
+@naming_arguments
+def decode(ranks: int, sequences: int, slices: int = 2) -> Schedule:
+    """Run the first slices of all sequences, then the second slices, and no backward: a slice is a token.
+
+    What the last stage returns for a slice goes back to stage 0 for the next slice of the sequence, as
+    :func:`~ppfunc.with_skips` tells: a model generates many sequences from its own output. Bubble time
+    ``(p - 1)F`` where there are at least as many sequences as ranks: no rank waits for a token.
+
+    >>> from ppfunc.schedule import to_grid
+    >>> print(to_grid(decode(ranks=2, sequences=3, slices=2)), end="")
+    rank 0  0F0 0F2 0F4 0F1 0F3 0F5  .
+    rank 1   .  1F0 1F2 1F4 1F1 1F3 1F5
+
+    Args:
+        ranks: number of ranks p, one stage each.
+        sequences: number of sequences n; microbatch m is slice ``m % k`` of sequence ``m // k``.
+        slices: number of slices k of a sequence.
+
+    Raises:
+        ValueError: an argument is below 1.
+    """
+    require_counts(ranks=ranks, sequences=sequences, slices=slices)
+    order = [n * slices + j for j in range(slices) for n in range(sequences)]
+    programs = ([F(rank, m) for m in order] for rank in range(ranks))
+    made = single_chain("decode", loop(ranks), sequences * slices, programs, slices=slices)
+    return replace(made, skips=((ranks - 1, 0),) if ranks > 1 else ())
 
 
 _Places = list[tuple[int, int]]  # chunk and microbatch, in order

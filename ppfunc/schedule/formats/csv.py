@@ -80,7 +80,7 @@ def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
     """
     require_schedule(schedule)
     rows = (",".join(_cells(schedule, rank, waits)) for rank in range(schedule.ranks))
-    head = f"{_SLICES}{schedule.slices}\n" if schedule.slices > 1 else ""
+    head = f"{_SLICES}{schedule.slices}\n" if schedule.slices else ""
     return head + "".join(row + "\n" for row in rows)
 
 
@@ -134,7 +134,7 @@ def _sliced(text: str) -> tuple[int, str]:
     """Read the number of slices from the first line, if it gives a number, and return the lines below."""
     head, _, rest = text.partition("\n")
     if not head.startswith(_SLICES):
-        return 1, text
+        return 0, text
     digits = head.removeprefix(_SLICES).strip().rstrip(",")  # with which a table is filled up
     if not re.fullmatch("[1-9][0-9]{0,8}", digits):
         raise FormatError(f"line 1: got {shortened(head)}, expected a number of slices, such as {_SLICES}4")
@@ -365,7 +365,7 @@ def _require_torch(schedule: Schedule) -> None:
         raise ValueError(
             f"{schedule.name} has skip connections such as {schedule.skips[0]}, which torch's runtime has not"
         )
-    if schedule.slices > 1:
+    if schedule.slices:
         raise ValueError(f"{schedule.name} has slices with a carry, which torch's runtime has not")
     if schedule.forward_only:
         raise ValueError(f"{schedule.name} has no backward, torch's runtime needs one of every microbatch")

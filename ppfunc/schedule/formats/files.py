@@ -136,7 +136,7 @@ def _read(path: Path, sizes: dict[str, int], options: dict[str, Any]) -> Schedul
         raise FileNotFoundError(f"no schedule is at {path}: give the path of a CSV file, or a name as 1f1b")
     made = read_schedule(path)
     for name, size in sizes.items():
-        has = getattr(made, name) // (made.slices if name == "microbatches" else 1)
+        has = made.sequences if name == "microbatches" else getattr(made, name)
         if has != size:
             raise ValueError(
                 f"the schedule in {path} has {has} {name}, the configuration {size}: make both equal"

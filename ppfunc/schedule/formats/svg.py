@@ -237,7 +237,8 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered
         tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
         for n, part in enumerate(parts):
             strength = _strength(order.get(part.stage, 0), max(len(order), 1))
-            strength *= _strength((part.microbatch or 0) % schedule.slices, schedule.slices)
+            slices = max(schedule.slices, 1)
+            strength *= _strength((part.microbatch or 0) % slices, slices)
             y = scale.y(rank) + 2 + n * height
             faded = "" if strength == 1 else f'fill-opacity="{number(strength)}"'
             drawn = height - 0.6 if n + 1 < len(parts) else height

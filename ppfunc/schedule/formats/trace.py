@@ -182,14 +182,17 @@ def _arrows(schedule: Schedule, rows: list[list[_Slice]]) -> Iterator[_TraceEven
     forward, backward = _places(rows, (Op.F,)), _places(rows, (Op.B, Op.I))
     number = 0
     for source, target in schedule.crossing_edges:
+        shift = int(schedule.leads_back(source, target))
         for name, made, used in (
             ("activation", forward.get(source, {}), forward.get(target, {})),
             ("gradient", backward.get(target, {}), backward.get(source, {})),
         ):
-            for microbatch in sorted(made.keys() & used.keys()):
+            for microbatch in sorted(made):
+                if microbatch + shift not in used or (shift and not schedule.joins(microbatch, shift)):
+                    continue
                 number += 1
                 shared = {"pid": 0, "id": number, "name": name, "cat": "message"}
-                giver, taker = made[microbatch], used[microbatch]
+                giver, taker = made[microbatch], used[microbatch + shift]
                 # A moment before the end: at the very end the arrow would begin at the next slice.
                 sent = max(giver.start, giver.end - 1)
                 yield {"ph": "s", "tid": giver.track, "ts": _microseconds(sent), **shared}

@@ -114,16 +114,16 @@ def _pairs(schedule: Schedule) -> dict[int, dict[int, list[EdgeFlow]]]:
 
 def _along(flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]) -> Iterable[tuple]:
     """Iterate over the consumed messages of all microbatches along one edge, as rows."""
-    a, b, op, send, receive, far, near = edge
+    a, b, op, send, receive, far, near, shift = edge
     first, then = (flow.output(stage, 0) + KINDS[op].product for stage in (a, b))
     message, stride = flow.message(first, b), flow.stride
     made, used = done.get(first, {}), done.get(then, {})
-    numbers = [m for m in made if m in used]
+    numbers = [m for m in made if m + shift in used and (not shift or flow.schedule.joins(m, shift))]
     return zip(
         map(made.__getitem__, numbers),
         repeat(flow.schedule.placement[a]),
         [message + stride * m for m in numbers],
-        map(used.__getitem__, numbers),
+        [used[m + shift] for m in numbers],
         map(_instruction, zip(repeat(send), repeat(a), numbers, repeat(far), repeat(None), repeat(()))),
         map(_instruction, zip(repeat(receive), repeat(b), numbers, repeat(near), repeat(None), repeat(()))),
     )

@@ -340,16 +340,19 @@ def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -
 def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedule:
     """Add skip connections: ``Output.skips`` carries values from one stage to a later one.
 
+    In a schedule of slices without a backward, one may lead back to an earlier stage: its value goes to the
+    next slice of the sequence, as a model generates text from its own output. The first slice gets None.
+
     Args:
         schedule: any; its communication is placed anew if it has some.
-        skips: ``(source stage, destination stage)`` of each, stages of the model, the source before the
-            destination. The source returns ``Output(y, skips={destination: tree})``, the destination gets
-            ``Received(x, {source: tree})`` in the place of ``x``. Replicas have the same ones.
+        skips: ``(source stage, destination stage)`` of each, stages of the model. The source returns
+            ``Output(y, skips={destination: tree})``, the destination gets ``Received(x, {source: tree})`` in
+            the place of ``x``. Replicas have the same ones.
 
     Raises:
         TypeError: not a list of pairs.
-        ValueError: a stage does not exist, or the destination does not come after the source and its
-            neighbour.
+        ValueError: a stage does not exist, or the destination is the source or its neighbour, or before it in
+            a schedule without slices or with a backward.
 
     >>> from ppfunc import gpipe
     >>> with_skips(gpipe(ranks=3, microbatches=2), [(0, 2)]).skips
@@ -365,10 +368,16 @@ def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedu
         )
     places = {schedule.model_stages[stage]: place for place, stage in enumerate(schedule.chains[0].stages)}
     for source, destination in skips:
-        if not {source, destination} <= places.keys() or places[destination] < places[source] + 2:
+        if not {source, destination} <= places.keys() or 0 <= places[destination] - places[source] < 2:
             raise ValueError(
                 f"skips: got {(source, destination)}, expected (source, destination), two stages of the model"
                 " with another one between them"
+            )
+        if places[destination] < places[source] and not (schedule.slices and schedule.forward_only):
+            raise ValueError(
+                f"skips: got {(source, destination)}, which leads back to the next slice of a sequence, and"
+                f" {schedule.name} has {'a backward' if schedule.slices else 'no slices'}; take a schedule of"
+                " slices without a backward, such as decode, or a destination after the source"
             )
     edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule

@@ -44,7 +44,7 @@ def allocate_slots(schedule: Schedule) -> Schedule:
     0F0@0 0F1@1 0B0@0 0B1@1
     """
     check_structure(schedule)
-    if schedule.slices > 1:
+    if schedule.slices:
         raise ValueError(
             f"{schedule.name} has slices, whose carries outlive the slot of a microbatch: leave slots out"
         )

@@ -249,7 +249,7 @@ def _built(
     schedule = build(ranks, microbatches, **options)
     if "costs" in taken:
         return build(ranks, microbatches, cap=cap, costs=_costs_of(schedule, costs), **options)
-    own = schedule.slices == 1 and schedule.microbatches == ranks * microbatches
+    own = not schedule.slices and schedule.microbatches == ranks * microbatches
     if own and ranks > 1:  # each rank has microbatches of its own
         if microbatches % ranks:
             raise ValueError(f"microbatches = {microbatches}, expected a multiple of the {ranks} ranks")
@@ -258,10 +258,9 @@ def _built(
 
 
 def _require_same(schedule: Schedule, ranks: int, microbatches: int, first: Schedule) -> None:
-    sequences = schedule.microbatches // schedule.slices
-    if (schedule.ranks, sequences) != (ranks, microbatches):
-        units = "microbatches" if schedule.slices == 1 else "sequences"
-        got = f"{schedule.ranks} ranks and {sequences} {units}"
+    if (schedule.ranks, schedule.sequences) != (ranks, microbatches):
+        units = "sequences" if schedule.slices else "microbatches"
+        got = f"{schedule.ranks} ranks and {schedule.sequences} {units}"
         raise ValueError(f"{schedule.name} is for {got}, expected {ranks} and {microbatches}")
     if schedule.forward_only != first.forward_only:
         raise ValueError(
@@ -277,7 +276,9 @@ def _figures(schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFi
     ]
     memory = max(map(add, timeline.peak_activations, held))
     model = {schedule.model_stages[s]: s for s in range(schedule.stages)}
-    activation = schedule.slices * sum(costs.of("activation", s) for s in model.values()) / schedule.ranks
+    activation = (
+        max(schedule.slices, 1) * sum(costs.of("activation", s) for s in model.values()) / schedule.ranks
+    )
     size = {stage: costs.of("parameters", s) for stage, s in model.items()}
     size = size if any(size.values()) else dict.fromkeys(size, 1)
     parameters = max(
@@ -296,7 +297,10 @@ def _figures(schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFi
 
 def _messages(schedule: Schedule) -> int:
     walked = {stage: len(chain.microbatches) for chain in schedule.chains for stage in chain.stages}
-    return sum(walked[source] for source, _ in schedule.crossing_edges) * (1 if schedule.forward_only else 2)
+    ways = 1 if schedule.forward_only else 2
+    # The last slice of a sequence sends nothing back to the next.
+    kept = [schedule.sequences if schedule.leads_back(*edge) else 0 for edge in schedule.crossing_edges]
+    return sum(walked[source] for source, _ in schedule.crossing_edges) * ways - sum(kept)
 
 
 def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Number | None:

@@ -94,7 +94,7 @@ def plan(
     placement: Style | Sequence[int] = "any",
     chunks: int | Sequence[int] | None = None,
     objective: Objective = "makespan",
-    slices: int = 1,
+    slices: int = 0,
     effort: float = 1,
     progress: Progress | None = None,
 ) -> Plan:

@@ -90,7 +90,12 @@ class Problem(NamedTuple):
     stub: tuple[int, ...]
     ticks: int
     objective: Objective
-    slices: int = 1
+    slices: int = 0
+
+    @property
+    def per_sequence(self) -> int:
+        """Count the microbatches of a sequence."""
+        return max(self.slices, 1)
 
     @property
     def ranks(self) -> int:
@@ -129,7 +134,7 @@ def problem_of(
     microbatches: int,
     cap: Cap = None,
     objective: Objective = "makespan",
-    slices: int = 1,
+    slices: int = 0,
 ) -> Problem:
     """Collect the numbers of a problem.
 
@@ -139,15 +144,16 @@ def problem_of(
         microbatches: number of microbatches.
         cap: memory of a rank for activations and parameters, one number or one per rank; None for no limit.
         objective: ``"makespan"`` or ``"span"``.
-        slices: number of slices of a sequence, a divisor of ``microbatches``.
+        slices: number of slices of a sequence, a divisor of ``microbatches``; 0 without a carry.
 
     Raises:
         ValueError: an argument that is out of range, costs for another number of stages, or a cap
             in which one microbatch, or all slices of a sequence, do not fit.
     """
     place = explicit(placement)
-    require_counts(microbatches=microbatches, slices=slices)
-    if microbatches % slices:
+    require_counts(microbatches=microbatches)
+    require_counts(0, slices=slices)
+    if slices and microbatches % slices:
         raise ValueError(f"microbatches = {microbatches}, expected whole sequences of {slices} slices")
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}, expected 'makespan' or 'span'")
@@ -163,10 +169,14 @@ def problem_of(
             " instructions in the schedule of the plan"
         )
     for rank, mine in enumerate(problem.stages_by_rank):
-        need = slices * sum(held[s] for s in mine)
+        need = problem.per_sequence * sum(held[s] for s in mine)
         if need > caps[rank]:
-            least = float(sum(slices * costs.of("activation", s) + costs.of("parameters", s) for s in mine))
-            fit = "one microbatch" if slices == 1 else f"the {slices} slices of a sequence"
+            least = float(
+                sum(
+                    problem.per_sequence * costs.of("activation", s) + costs.of("parameters", s) for s in mine
+                )
+            )
+            fit = "one microbatch" if slices < 2 else f"the {slices} slices of a sequence"
             limit = cap[rank] if isinstance(cap, Sequence) else cap
             raise ValueError(
                 f"cap is {limit}, but {fit} and the parameters of rank {rank} take"

@@ -138,12 +138,12 @@ def _edges(p: Problem, choices: Choices) -> Iterator[_Edge]:
 
 
 def _last_slice(p: Problem, microbatch: int) -> int:
-    return microbatch - microbatch % p.slices + p.slices - 1
+    return microbatch - microbatch % p.per_sequence + p.per_sequence - 1
 
 
 def ahead(p: Problem, order: Order) -> Order:
     """Let the forwards of an order run ``slices - 1`` slices ahead, so that a backward finds its sequence."""
-    m, lead = p.microbatches, p.slices - 1
+    m, lead = p.microbatches, p.per_sequence - 1
 
     def moved(word: Word) -> Word:
         first = sorted(item for item in word if item // m % 5 == FORWARD and item % m < lead)
@@ -317,7 +317,7 @@ def schedule_of(p: Problem, order: Order, name: str = "plan") -> Schedule:
     def written(item: int) -> Instruction:
         code, k = divmod(item, p.microbatches)
         ops = _OPS[code % 5]
-        slice_of = k if code % 5 == FORWARD else _last_slice(p, k) - k % p.slices
+        slice_of = k if code % 5 == FORWARD else _last_slice(p, k) - k % p.per_sequence
         return Instruction(ops[moves.get((code // 5, k)) is Op.OFFLOAD and len(ops) > 1], code // 5, slice_of)
 
     programs = (list(map(written, word)) for word in order)

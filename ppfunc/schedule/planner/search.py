@@ -56,7 +56,7 @@ def builder_orders(p: Problem, costs: Costs, cap: Cap) -> Iterator[tuple[str, Or
     options = {"chunks": len(p.place) // p.ranks, "costs": costs, "cap": cap, "slices": p.slices}
     for name, builder in BUILDERS.items():
         sliced = "slices" in inspect.signature(builder).parameters
-        if sliced and p.slices == 1:
+        if sliced and not p.slices:
             continue  # the builder of whole sequences has the same order
         microbatches = p.microbatches // p.slices if sliced else p.microbatches
         # The placement does not depend on the number of microbatches.

@@ -28,7 +28,7 @@ class OrderRecord(NamedTuple):
 
 @dataclass(frozen=True)
 class _Neighbours(Container[int]):
-    """Look up the neighbour of a microbatch along a carry; a sequence begins and ends without."""
+    """Look up the neighbour of a microbatch in its sequence, which begins and ends without."""
 
     numbers: dict[int, int]
     schedule: Schedule
@@ -132,13 +132,14 @@ def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | Non
         needs = ()
         for value, origin, shift in values:
             if home[origin] == home[stage]:
-                lack = "it needs {}, which this rank has not computed before"
-                made = record.made[value]
-                there: Container[int] = _Neighbours(made, flow.schedule, shift) if shift else made
-                needs += ((there, value + 2 * shift, lack),)
+                lack, numbers = "it needs {}, which this rank has not computed before", record.made[value]
             elif flow.schedule.ops & COMMUNICATION:
                 lack = "it needs {}, but its receive has not been posted before"
-                needs += ((record.receives[flow.message(value, stage)], value, lack),)
+                numbers = record.receives[flow.message(value, stage)]
+            else:
+                continue
+            there: Container[int] = _Neighbours(numbers, flow.schedule, shift) if shift else numbers
+            needs += ((there, value + 2 * shift, lack),)
         product = flow.output(stage, 0) + KINDS[op].product
         makes: _Makes = (record.made[product],) if KINDS[op].makes else ()
         makes += (record.weights[product],) if op in (Op.B, Op.W) else ()
@@ -204,9 +205,13 @@ def _check_complete(flow: Dataflow, record: OrderRecord) -> None:
                 position = position_of(schedule, home[flow.place(gradient)[0]], number)
                 reason = "its weight gradient W is missing: after I there must be one W"
                 raise fault_at(schedule, position, reason)
-    for (op, stage, _), (first, other) in flow.routes.items():
+    for (op, stage, peer), (first, other) in flow.routes.items():
+        back = op is Op.SEND_F and peer is not None and schedule.leads_back(stage, peer)
         here, there = (record.sends, record.receives)[:: 1 if op in SENDS else -1]
         for microbatch, number in here[first].items():
+            if back and not schedule.joins(microbatch, 1):
+                reason = "it leads back to the next slice, and its microbatch is the last of its sequence"
+                raise fault_at(schedule, position_of(schedule, home[stage], number), reason)
             if microbatch not in there[first]:
                 verb = "receives" if op in SENDS else "sends"
                 reason = f"rank {other}, at the other end, never {verb} this message"

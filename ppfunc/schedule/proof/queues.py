@@ -159,12 +159,15 @@ def _message_waits(
     home, stride = flow.schedule.placement, flow.stride
     for (op, stage), needs in flow.needs.items():
         rank = home[stage]
-        for value, origin, _ in needs if op in (Op.F, Op.I) else ():
+        for value, origin, shift in needs if op in (Op.F, Op.I) else ():
             if (sender := home[origin]) == rank:
                 continue
             message = flow.message(value, stage)
             received, batches = record.receives[message], last[rank, sender]
             numbers = record.made[flow.output(stage, 0) + KINDS[op].product]
+            if shift:
+                joined = (m for m in numbers if flow.schedule.joins(m, shift))
+                numbers = {m + shift: numbers[m] for m in joined}
             posted = map(steps[rank].__getitem__, map(received.__getitem__, numbers))
             awaited = map(batches.__getitem__, posted)
             messages = [message + stride * microbatch for microbatch in numbers]

@@ -24,6 +24,9 @@ def check_structure(schedule: Schedule) -> None:
     _check_skips(schedule)
     for rank, program in enumerate(schedule.programs):
         _check_program(schedule, rank, program, ranges)
+    back = next((skip for skip in schedule.skips if schedule.leads_back(*skip)), None)
+    if back and not schedule.forward_only:
+        raise _plain(f"skip {back} leads back, to the next slice of a sequence: expected no backward")
 
 
 def _plain(reason: str, rank: int | None = None) -> ScheduleError:
@@ -93,11 +96,11 @@ def _check_chain(number: int, chain: Any) -> None:
 
 def _check_slices(schedule: Schedule) -> None:
     slices = schedule.slices
-    if not _is_number(slices) or not slices:
-        raise _plain(f"slices is {slices!r:.40}, expected the number of slices of a sequence, from 1")
+    if not _is_number(slices):
+        raise _plain(f"slices is {slices!r:.40}, expected the number of slices of a sequence, from 0")
     for number, chain in enumerate(schedule.chains):
         begin, end = chain.microbatches.start, chain.microbatches.stop
-        if begin % slices or end % slices:
+        if slices and (begin % slices or end % slices):
             raise _plain(
                 f"chain {number} has microbatches {begin} to {end - 1}, expected whole sequences of {slices}"
                 " slices"
@@ -113,11 +116,13 @@ def _check_skips(schedule: Schedule) -> None:
                 f"skip {skip!r:.60} is not a pair (source stage, destination stage) of stages that exist"
             )
         (chain, source), (other, destination) = at[skip[0]], at[skip[1]]
-        if chain != other or destination < source + 2:
+        if chain != other or 0 <= destination - source < 2:
             raise _plain(
                 f"skip {skip}: expected a destination two stages or more after its source, in one chain; a"
                 " stage gives its neighbour what it needs in its output"
             )
+        if destination < source and not schedule.slices:
+            raise _plain(f"skip {skip} leads back, to the next slice of a sequence: expected slices")
         if skip in seen:
             raise _plain(f"skip {skip} is there twice, expected each once")
         seen.add(skip)
@@ -180,7 +185,7 @@ def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Rang
         return f"peer is {peer!r:.40}, but only messages have a peer"
     if peer is not None and not _is_number(peer):
         return f"peer is {peer!r:.40}, expected None or a stage"
-    if slot is not None and schedule.slices > 1:
+    if slot is not None and schedule.slices:
         return "it has a slot, which holds one microbatch, but carries of slices live on: expected no slots"
     if slot is not None and not _is_number(slot):
         return f"slot is {slot!r:.40}, expected None or a number from 0"

@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 from itertools import accumulate, chain, compress, product
+from math import inf
 from operator import add, itemgetter, sub
 from typing import Any, NamedTuple
 
@@ -137,13 +138,13 @@ def earliest(schedule: Schedule, costs: Costs, ops: Set[Op] = COMPUTE) -> Earlie
     check_structure(schedule)
     flow = Dataflow(schedule)
     lines: dict[int, Line] = defaultdict(lambda: ({}, {}))
-    # A carry is read by its microbatch, whatever slice has made it, and a first slice finds one. What the end
-    # of a sequence hands on delays nothing: its rank is the same.
+    # What another slice has made has the number of the slice that consumes it; what comes from beyond the
+    # sequence was there before all time.
     if schedule.slices > 1:
         for stage in range(schedule.stages):
             for shift, product in ((-1, 0), (1, 1)):
                 ends = (m for m in range(schedule.microbatches) if not schedule.joins(m, shift))
-                lines[flow.output(stage, 0) + product + 2 * shift] = dict.fromkeys(ends, 0), {}
+                lines[flow.output(stage, 0) + product + 2 * shift] = dict.fromkeys(ends, -inf), {}
     kinds = _kinds(schedule, flow, lines, costs, ops)
     times = EarliestTimes(tuple([] for _ in schedule.programs), tuple([] for _ in schedule.programs), {})
     ready = list(range(schedule.ranks - 1, -1, -1))
