@@ -131,7 +131,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("slices", [2, [5, 8, 3]], ids=str)
+@pytest.mark.parametrize("slices", [1, 2, [5, 8, 3]], ids=str)
 def test_every_schedule_gives_what_the_model_in_one_piece_gives(schedule, cell, slices):
     k = slices if isinstance(slices, int) else len(slices)
     step = pp.value_and_grad(
@@ -152,7 +152,7 @@ def test_every_schedule_gives_what_the_model_in_one_piece_gives(schedule, cell, 
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("slices", [2, 8])
+@pytest.mark.parametrize("slices", [1, 2, 8])
 @pytest.mark.parametrize("build", [seq1f1b, seq_zb])
 def test_every_engine_gives_what_the_model_in_one_piece_gives(engine, cell, slices, build):
     step = pp.value_and_grad(
