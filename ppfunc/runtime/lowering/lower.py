@@ -202,7 +202,7 @@ carry goes to; that a value goes to which nothing reads.
 
 
 class End(NamedTuple):
-    """Name the other end of an edge.
+    """Name the stage that an edge comes from or goes to.
 
     Args:
         stage: stage of the schedule.
@@ -441,7 +441,7 @@ def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, Sequence[int]]]:
 
 
 def _first(pipeline: Pipeline, form: StepForm, stage: int, source: int, microbatch: int) -> Edge:
-    """Return the edge along which the first slice of a sequence gets what others get of the slice before.
+    """Return the edge of the first slice of a sequence in the place of an edge from the slice before.
 
     A carry comes from the caller. It is None where the caller gives none, and so is what leads back.
     """
