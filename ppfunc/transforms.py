@@ -57,13 +57,13 @@ def jvp(
         loss_fn: ``loss(y, target) -> scalar``; None to differentiate the outputs.
 
     Returns:
-        ``step(params, tangents, inputs, targets=None, *, input_tangents=None, ...)``, the other keywords
-        as in :func:`ppfunc.evaluate`. ``tangents`` is ``{stage: tree}`` like ``params``, with None for
-        leaves or trees that do not move, such as integers. ``input_tangents`` is the same for ``inputs``,
-        None by default. The step returns ``(loss, slope)`` on every rank. Without a loss function it returns
-        ``(outputs, tangents of the outputs)`` on the rank of the last stage, ``(None, None)`` elsewhere. With
-        ``has_aux`` it returns a :class:`ppfunc.StepResult` with ``loss`` and ``slope``, or ``outputs`` and
-        ``output_tangents``, and ``aux``.
+        ``step(params, tangents, inputs, targets=None, *, input_tangents=None, ...)``, the other keywords as
+        in :func:`ppfunc.evaluate`. ``tangents`` is ``{stage: tree}`` like ``params``, with None for leaves or
+        trees that do not move, such as integers. ``input_tangents`` is the same for ``inputs``, None by
+        default. First carries do not move. The step returns ``(loss, slope)`` on every rank. Without a loss
+        function it returns ``(outputs, tangents of the outputs)`` on the rank of the last stage, ``(None,
+        None)`` elsewhere. With ``has_aux`` it returns a :class:`ppfunc.StepResult` with ``loss`` and
+        ``slope``, or ``outputs`` and ``output_tangents``, and ``aux``.
 
     >>> from ppfunc import gpipe
     >>> step = jvp([lambda w, x: w * x] * 2, None, gpipe(ranks=2, microbatches=1))
@@ -79,7 +79,7 @@ def jvp(
     losses, returned = (
         (None, _output_tangents) if loss_fn is None else (forward_alone(dual_loss(loss_fn)), _loss_and_slope)
     )
-    duals = map_stages(stages, lambda fn: forward_alone(dual(fn)))
+    duals = map_stages(stages, lambda fn: forward_alone(dual(fn, carry=schedule.slices > 1)))
     return make_step(
         duals, losses, schedule, transport, engine, spec, _read_jvp,
         returned, loss_weights, training=False,
@@ -132,8 +132,9 @@ def hvp(
 
     spec = _spec("hvp", "loss", "grads", has_aux=has_aux, ties=ties)
     return make_step(
-        map_stages(stages, partial(dual, slope_alone=True)), dual_loss(loss_fn, slope_alone=True), schedule,
-        transport, engine, spec, _read_products, _hessian_products, loss_weights,
+        map_stages(stages, partial(dual, slope_alone=True, carry=schedule.slices > 1)),
+        dual_loss(loss_fn, slope_alone=True), schedule, transport, engine, spec, _read_products,
+        _hessian_products, loss_weights,
     )  # fmt: skip
 
 
@@ -183,10 +184,13 @@ def _read_jvp(
     seed: Seed = None,
     extras: Mapping[int, Any] | None = None,
     state: Mapping[int, Any] | None = None,
+    carry: Mapping[int, Any] | None = None,
 ) -> RawArguments:
     """Read the arguments of a step with tangents of parameters and inputs, as the caller writes them."""
     batch = _moving(inputs, input_tangents)
-    return RawArguments(_paired(params, tangents), batch, targets, extras, state, loss_weights, seed)
+    return RawArguments(
+        _paired(params, tangents), batch, targets, extras, state, loss_weights, seed, carry=_still(carry)
+    )
 
 
 @named_step
@@ -200,11 +204,13 @@ def _read_products(
     seed: Seed = None,
     extras: Mapping[int, Any] | None = None,
     state: Mapping[int, Any] | None = None,
+    carry: Mapping[int, Any] | None = None,
 ) -> RawArguments:
     """Read the arguments of a step with tangents of the parameters alone, as the caller writes them."""
     return RawArguments(
-        _paired(params, tangents), _unmoved(inputs), targets, extras, state, loss_weights, seed
-    )
+        _paired(params, tangents), _unmoved(inputs), targets, extras, state, loss_weights, seed,
+        carry=_still(carry),
+    )  # fmt: skip
 
 
 def _paired(params: Any, tangents: Any) -> dict[int, tuple[Any, Any]]:
@@ -239,6 +245,11 @@ def _unmoved(inputs: Any) -> Any:
     if isinstance(inputs, Microbatches):
         return inputs.map(lambda x: (x, None))
     return None if inputs is None else (inputs, None)
+
+
+def _still(carry: Mapping[int, Any] | None) -> Mapping[int, Any]:
+    """Pair first carries with empty tangents."""
+    return {stage: _unmoved(batch) for stage, batch in by_stage(carry or {}, "carry").items()}
 
 
 def _with_zeros(primal: Any, tangents: Any, name: str) -> tuple[Any, Any]:

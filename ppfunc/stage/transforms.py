@@ -64,7 +64,7 @@ def batched(
 
 
 def ensemble(
-    stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error"
+    stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error", carry: bool = False
 ) -> tuple[list[Stage], Loss]:
     """Make stages and a loss for k models of the same architecture that see the same batch.
 
@@ -82,6 +82,7 @@ def ensemble(
         loss_fn: ``loss(y, target) -> scalar``.
         randomness: random numbers of a stage that draws some: ``"different"`` for each model, or ``"same"``
             for all; by default such a stage raises.
+        carry: whether the stages take a carry of slices; each model has its own, with a leading axis k.
 
     >>> stages, loss = ensemble([lambda w, x: w * x] * 2, lambda y, target: y - target)
     >>> hidden = stages[0](torch.tensor([1.0, 2.0]), torch.tensor(3.0))
@@ -92,14 +93,16 @@ def ensemble(
     def stage(fn: Stage, first: bool) -> Stage:
         @wraps(fn)
         def models(params: Any, x: Any, *extras: Any) -> Any:
-            out = batched(fn, (params, x, *extras), (True, not first, *(False for _ in extras)), randomness)
+            along = (True, not first, *(n < carry for n in range(len(extras))))
+            out = batched(fn, (params, x, *extras), along, randomness)
             if isinstance(out, Output) and out.state is not None:
                 raise ValueError(
                     "it returns a state, which an ensemble would need k of; take stages without state"
                 )
             return out
 
-        vars(models)[WITHOUT_CARRY] = "ppfunc.ensemble"
+        if not carry:
+            vars(models)[WITHOUT_CARRY] = "ppfunc.ensemble(carry=False)"
         boundary = Boundary.of(fn)
         behind = boundary.map(_inward)
         return declaring(models, behind._replace(inputs=boundary.inputs) if first else behind)
@@ -272,7 +275,7 @@ def _joined(t: torch.Tensor) -> torch.Tensor:
 # -- tangents
 
 
-def dual(fn: Stage, *, slope_alone: bool = False) -> Stage:
+def dual(fn: Stage, *, slope_alone: bool = False, carry: bool = False) -> Stage:
     """Transform a stage into a stage on pairs of a value and its tangent: forward mode.
 
     Equivalent to, for any trees::
@@ -289,6 +292,7 @@ def dual(fn: Stage, *, slope_alone: bool = False) -> Stage:
             ``scaled_dot_product_attention`` runs unfused, since fused it has none.
         slope_alone: whether an auxiliary loss is differentiated in its derivative alone, as by
             :func:`dual_loss`.
+        carry: whether the stage takes a carry of slices, which becomes a pair.
 
     Returns:
         ``stage((params, tangents), (x, tx), *extras) -> (y, ty)``, a stage like any other. An
@@ -300,17 +304,20 @@ def dual(fn: Stage, *, slope_alone: bool = False) -> Stage:
 
     @wraps(fn, updated=())  # its parameters have other names
     def stage(params: Any, x: Any, *extras: Any) -> Any:
-        (params, tangents), (x, tx) = params, _unzipped(x)
-        y, ty = push(fn, (params, x), (tangents, tx), ("params", "x"), extras)
+        pairs = [params, _unzipped(x), *(pair or (None, None) for pair in extras[:carry])]
+        values, tangents = zip(*pairs, strict=True)
+        y, ty = push(fn, values, tangents, ("params", "x", "carry")[: len(pairs)], extras[carry:])
         if not isinstance(y, Output):
             return y, ty
         ty = ty or Output(None)
         slopes = ty.skips or {}
         skips = y.skips and {s: (value, slopes.get(s)) for s, value in y.skips.items()}
         loss = None if y.loss is None else _pair(y.loss, ty.loss, slope_alone)
-        return Output((y.y, ty.y), loss, y.metrics, y.state, skips)
+        given = None if y.carry is None else (y.carry, ty.carry)
+        return Output((y.y, ty.y), loss, y.metrics, y.state, skips, given)
 
-    vars(stage)[WITHOUT_CARRY] = "ppfunc.jvp and hvp"
+    if by := getattr(fn, WITHOUT_CARRY, "" if carry else "ppfunc.transforms.dual(carry=False)"):
+        vars(stage)[WITHOUT_CARRY] = by
     return declaring(stage, Boundary.of(fn).map(lambda prefix: (prefix, prefix)))
 
 
