@@ -16,6 +16,9 @@ from ppfunc.stage.modules import further_places, is_subclass
 from ppfunc.stage.signature import Unquoted
 from ppfunc.stage.tree import filled, tree_flatten, tree_map
 
+MODEL = "the model"
+"""Names the model in errors."""
+
 
 class Tensors(NamedTuple):
     """Hold the tensors of a model, each once.

@@ -28,12 +28,13 @@ from ppfunc.stage.signature import differentiable
 from ppfunc.stage.transforms import refuse_as_strided
 from ppfunc.stage.tree import PLAIN, register_leafless
 
-from .call import CallForm, Constants, LeafForm
-from .record import BY_HAND, MODEL, Region, within
+from .cache import CacheForm
+from .call import MODEL, CallForm, Constants, LeafForm
+from .record import BY_HAND, Region, within
 from .trace import Trace, trace
 
 aten = torch.ops.aten
-_MOST = 32  # forms of inputs whose code is kept
+_MOST = 32  # forms of inputs whose code is kept, for each call at the split
 Leaves = tuple[Tensor, ...]
 _CASTS = {
     aten.contiguous.default,
@@ -52,6 +53,8 @@ class StagePart(NamedTuple):
         state: the buffers of its state; of each the node that is its new value.
         received: the values that it takes from each earlier stage.
         sent: the values that each later stage takes from it.
+        carried: the tensors of the cache of the slice before that it holds.
+        kept: the tensors of the new cache that it makes.
     """
 
     body: tuple[Node, ...]
@@ -60,6 +63,8 @@ class StagePart(NamedTuple):
     state: Mapping[str, Node]
     received: Mapping[int, tuple[Node, ...]]
     sent: Mapping[int, tuple[Node, ...]]
+    carried: tuple[Node, ...]
+    kept: tuple[Node, ...]
 
 
 def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart, ...]:
@@ -164,7 +169,8 @@ class _Cutter:
     """
 
     def __init__(self, trace: Trace, homes: Mapping[str, int]) -> None:
-        nodes = (*trace.params.values(), *trace.buffers.values(), *trace.inputs, *trace.nodes)
+        places = (*trace.params.values(), *trace.buffers.values(), *trace.inputs, *trace.carried)
+        nodes = (*places, *trace.nodes)
         self.trace, self.homes = trace, homes
         self.wanted: dict[int, dict[int, set[Node]]] = {}
         self.param_of = {node: name for name, node in trace.params.items()}
@@ -176,7 +182,7 @@ class _Cutter:
                 self.maker.setdefault(at, node)
             for at in node.meta["writes"]:
                 self.writers_of.setdefault(at, []).append(node)
-        dear = {*trace.params.values(), *(trace.buffers[name] for name in homes)}
+        dear = {*trace.params.values(), *trace.carried, *(trace.buffers[name] for name in homes)}
         dear |= {
             n
             for n in trace.inputs
@@ -218,7 +224,8 @@ class _Cutter:
             if home == stage
         }
         sent = self.wanted.pop(stage, {})
-        roots = [node for nodes in sent.values() for node in nodes] + list(state.values())
+        kept = tuple(node for node in self.trace.kept if node.meta["stage"] == stage)
+        roots = [node for nodes in sent.values() for node in nodes] + [*state.values(), *kept]
         roots += [r for r in self.trace.results if isinstance(r, Node)] if last else []
         roots += [w for node in roots for w in self.all_writers(node) if w.meta["stage"] == stage]
         roots += [n for n in self.trace.nodes if n.meta["stage"] == stage and (is_random(n) or is_check(n))]
@@ -236,6 +243,8 @@ class _Cutter:
             state,
             {source: tuple(sorted(nodes)) for source, nodes in sorted(taken.items())},
             {destination: tuple(sorted(nodes)) for destination, nodes in sorted(sent.items())},
+            tuple(node for node in self.trace.carried if node.meta["stage"] == stage),
+            kept,
         )
 
     def _follow(self, roots: Iterable[Node], stage: int) -> tuple[set[Node], dict[int, set[Node]]]:
@@ -259,14 +268,16 @@ class _Cutter:
     def _source(self, node: Node, stage: int) -> int:
         """Find the stage that a stage gets a node from: itself, or an earlier one."""
         name = self.buffer_of.get(node, "")
-        if (home := self.homes.get(name)) is not None:
+        home = node.meta["stage"] if node in self.trace.carried else self.homes.get(name)
+        if home is not None:
             if home > stage:
+                what = f"buffer {name}, the state" if name else "cache, a tensor"
                 raise StageError(
                     MODEL,
-                    f"its buffer {name} is read in stage {stage}, and is the state of the later stage {home}",
+                    f"its {what} of stage {home}, is read in the earlier stage {stage}",
                     "cut elsewhere",
                 )
-            return home
+            return int(home)
         if node in self.param_of or node in self.buffer_of or node.op == "get_attr":
             return stage
         if node.op == "placeholder":
@@ -336,14 +347,16 @@ class StageCode(NamedTuple):
         part: the stage.
         frozen: the names of its parameters that get no gradient.
         dtypes: the dtypes of the values that it takes.
-        run: ``(params, constants, state, inputs, received) -> (sent, new state, result)``; the result is that
-            of the model in the last stage, and None in others.
+        cache: the form of the new cache; None without slices.
+        run: ``(params, constants, state, inputs, carried, received) -> (sent, new state, kept, result)``; the
+            result is that of the model in the last stage, and None in others.
     """
 
     part: StagePart
     frozen: frozenset[str]
     dtypes: tuple[torch.dtype, ...]
-    run: Callable[..., tuple[dict[int, Leaves], dict[str, Tensor], Any]]
+    cache: CacheForm | None
+    run: Callable[..., tuple[dict[int, Leaves], dict[str, Tensor], Leaves, Any]]
 
 
 class NotKept:
@@ -413,9 +426,10 @@ def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
         *(trace.params[name] for name in part.params),
         *(trace.buffers[name] for name in (*part.constants, *part.state)),
         *inputs,
+        *part.carried,
         *taken,
     )
-    code = Block((arguments,), part.body, (sent, tuple(part.state.values()), results))
+    code = Block((arguments,), part.body, (sent, tuple(part.state.values()), part.kept, results))
     run = write(Recipe(code, ("values",), f"stage {stage} of a split run"))
     writes = frozenset(at for node in part.body for at in node.meta["writes"])
     copied = [i for i, node in enumerate(arguments) if not writes.isdisjoint(storages_of(node))]
@@ -425,21 +439,24 @@ def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
     # From the order of a message back to that of its axes.
     arriving = [order and tuple(map(order.index, range(len(order)))) for order in arriving]
 
-    def call(params: Leaves, constants: Leaves, state: Leaves, inputs: Leaves, received: Leaves) -> Any:
-        values = [*params, *constants, *state, *inputs, *map(_permuted, received, arriving)]
+    def call(*given: Leaves) -> Any:
+        *held, received = given
+        values = [*chain.from_iterable(held), *map(_permuted, received, arriving)]
         for i in copied:
             values[i] = values[i].clone()
-        sent_values, new_state, tensors = run(values)
+        sent_values, new_state, kept, tensors = run(values)
         messages = map(_permuted, sent_values, leaving)
         out = {to: tuple(islice(messages, len(nodes))) for to, nodes in part.sent.items()}
         states = {name: t.detach() for name, t in zip(part.state, new_state, strict=True)}
         made: dict[Any, Any] = dict(zip(results, tensors, strict=True))
-        return out, states, trace.treedef.unflatten([made.get(r, r) for r in leaves]) if last else None
+        result = trace.treedef.unflatten([made.get(r, r) for r in leaves]) if last else None
+        return out, states, tuple(t.contiguous() for t in kept), result
 
     return StageCode(
         part,
         frozenset(part.params) & trace.frozen,
         tuple(node.meta["value"].dtype for node in taken),
+        trace.cache and trace.cache._replace(homes=tuple(node.meta["stage"] for node in trace.kept)),
         call,
     )
 
@@ -474,6 +491,7 @@ class Source:
         calls: the calls at the split: the form of each, the forms of its tensors, and its trace.
         device: the device of the stages.
         state: patterns of names of buffers that are state, though the model only reads them.
+        cache: the argument in which the model gets its cache; the calls are then slices of one sequence.
 
     Raises:
         StageError, ValueError: the model cannot be cut there, or a pattern names no buffer that is read.
@@ -493,8 +511,9 @@ class Source:
         calls: Sequence[tuple[CallForm, Sequence[LeafForm], Trace]],
         device: torch.device,
         state: Sequence[str],
+        cache: str,
     ) -> None:
-        self.model, self.names, self.known = model, tuple(names), known
+        self.model, self.names, self.known, self.cache = model, tuple(names), known, cache
         self.forms = tuple(form for form, _, _ in calls)
         self.stages = len(names) + 1
         self.loaded: dict[str, Tensor] = {}
@@ -525,7 +544,10 @@ class Source:
                 )
             self._homes = {name: read[name] for name in named} | self._homes
         self.held: tuple[Footprint, ...] = ()
-        codes = [self.codes(form, inputs, device, traced) for form, inputs, traced in calls]
+        codes: list[tuple[StageCode, ...]] = []
+        for form, inputs, traced in calls:
+            before = codes[-1][0].cache if cache and codes else None
+            codes.append(self.codes(form, inputs, device, traced, before=before))
         self.held = tuple(map(Footprint.of, zip(*codes, strict=True)))
 
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> "Source":
@@ -553,6 +575,7 @@ class Source:
         device: torch.device,
         traced: Trace | None = None,
         compute: torch.dtype | None = None,
+        before: CacheForm | None = None,
     ) -> tuple[StageCode, ...]:
         """Return the code of every stage for a call with inputs of these forms.
 
@@ -562,6 +585,7 @@ class Source:
             device: the device of the stages.
             traced: the trace of the model for them, by default made here.
             compute: the dtype of all floating parameters, by default that of each in the model.
+            before: the form of the cache that the slice before has left, None in the first slice.
 
         Raises:
             StageError: the model cannot be traced, or the stages would not be those of the split.
@@ -573,6 +597,7 @@ class Source:
             compute,
             mapped,
             form.key,
+            before,
             self._watch.state(),
             tuple((p.requires_grad, p.dtype) for p in self.model.parameters()),
             ambient(),
@@ -580,12 +605,14 @@ class Source:
         with process_lock:
             if key not in self._codes:
                 if traced is None:
-                    traced = self._trace(form, inputs, device, compute, mapped)
+                    traced = self._trace(form, inputs, device, compute, mapped, before)
                 _label_stages(self.names, traced, self._readers)
+                for node, home in zip(traced.carried, before.homes if before else (), strict=True):
+                    node.meta["stage"] = home
                 parts = cut(traced, self.stages, self._homes)
                 _require_fit(self.held, parts)
                 self._codes[key] = stage_codes(traced, parts, Region(True, autocast()), mapped)
-                while len(self._codes) > _MOST:
+                while len(self._codes) > _MOST * len(self.forms):
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
             return self._codes[key]
@@ -648,9 +675,10 @@ class Source:
         device: torch.device,
         compute: torch.dtype | None,
         mapped: bool,
+        before: CacheForm | None,
     ) -> Trace:
         try:
-            return trace(self.model, form, inputs, device, compute, mapped)
+            return trace(self.model, form, inputs, device, compute, mapped, self.cache, before)
         except StageError as error:
             calls = [*zip(self.forms, self._inputs, strict=True)]
             got, known = _without_rows(form, inputs), [_without_rows(*call) for call in calls]

@@ -55,8 +55,9 @@ from ppfunc.stage.operators import draws, flops_of, tensors_in, written
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import filled, tree_flatten
 
+from .call import MODEL
+
 aten = torch.ops.aten
-MODEL = "the model"
 BY_HAND = "write this part as a stage by hand, see ppfunc.stage.stage_from_module"
 
 
@@ -137,6 +138,8 @@ class Recording(GraphRecorder, PreDispatchMode):
         self._functions: set[int] = set()  # identities of the histories that kept functions made
         self._inside = False
         self._warned = False
+        self._carried: frozenset[int] = frozenset()  # memory of the cache that the model gets
+        self._old: set[Node] = set()  # what was in that memory before it was overwritten
 
     @property
     def here(self) -> bool:
@@ -155,6 +158,26 @@ class Recording(GraphRecorder, PreDispatchMode):
                 f"write {name}.apply where it is called",
             )
         return super().node(tensor)
+
+    def origins(self, nodes: Iterable[Node]) -> Iterator[Node]:
+        """Yield the nodes that tensors depend on."""
+        return _origins([*nodes], self._writers)
+
+    def numbers(self, tensor: torch.Tensor) -> Any:
+        """List the integers of a tensor that the model has made of numbers in its code.
+
+        Returns:
+            The integers; None for other tensors.
+        """
+        node = self.node(tensor)
+        values = None if differentiable(tensor.dtype) else known_values([node], self._writers, autocast())
+        with with_values():
+            return values and [int(number) for number in values[node].flatten()]
+
+    def place_carried(self, tensor: torch.Tensor, name: str) -> Node:
+        """Make a tensor of a cache an input of the graph."""
+        self._carried |= storages([tensor])
+        return self.place(tensor, name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -196,6 +219,17 @@ class Recording(GraphRecorder, PreDispatchMode):
             return result
         if schema(func).returns and next(tensors_in(result), None) is None and not schema(func).is_mutable:
             return result  # a number, known without values
+        if not self._old.isdisjoint(nodes):
+            raise StageError(
+                MODEL,
+                f"it reads a view of its cache after it has written into the cache{self.called_at()}",
+                f"read it before, or {BY_HAND}",
+            )
+        if func is aten.copy_.default and self._overwrites_carry(*args[:2]):
+            # The old value may be needed for gradients.
+            made = (n for n in self.graph.nodes if "value" in n.meta)
+            self._old |= {n for n in made if n.meta["value"].storage in writes}
+            func, args, kwargs, writes = aten.clone.default, args[1:2], {}, frozenset()
         if not self.mapped:  # a tensor made of numbers is not mapped, and takes no mapped values
             func, args, kwargs = by_numbers(func, args, kwargs, result)
         node = self.add(func, self.with_nodes(args), self.with_nodes(kwargs), result)
@@ -249,6 +283,15 @@ class Recording(GraphRecorder, PreDispatchMode):
                 self._functions.add(id(tensor.grad_fn))
                 self._alive.append(tensor.grad_fn)
         return result
+
+    def _overwrites_carry(self, to: torch.Tensor, new: torch.Tensor) -> bool:
+        """Tell whether a copy gives a whole tensor of the cache a new value of its own form."""
+        return (
+            storage(to) in self._carried
+            and to.is_contiguous()
+            and to.untyped_storage().nbytes() == to.numel() * to.itemsize
+            and (to.shape, to.dtype, to.device) == (new.shape, new.dtype, new.device)
+        )
 
     def _require_constant(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor, FakeTensor) and not getattr(tensor.fake_mode, "over", False):
@@ -381,16 +424,10 @@ def known_values(
         parameter, a buffer, or random.
     """
     needed: set[Node] = set()
-    todo = [*asked, *(writer for node in asked for writer in writers.get(node.meta["value"].storage, ()))]
-    while todo:
-        node = todo.pop()
-        if node in needed:
-            continue
+    for node in _origins(asked, writers):
         if not (node.meta.get("known") if node.op == "get_attr" else _replayable(node, autocast)):
             return None
         needed.add(node)
-        todo += node.all_input_nodes
-        todo += [w for memory in node.meta["reads"] for w in writers.get(memory, ()) if w < node]
     values: dict[Node, Any] = {}
     with with_values(), torch.no_grad():
         for node in sorted(needed):
@@ -399,6 +436,19 @@ def known_values(
             constant = node.op == "get_attr"
             values[node] = node.meta["constant"].clone() if constant else target(*args, **kwargs)
     return values
+
+
+def _origins(asked: Sequence[Node], writers: Mapping[int, Sequence[Node]]) -> Iterator[Node]:
+    """Yield the nodes that tensors depend on, with these, and with all that writes into their memory."""
+    seen: set[Node] = set()
+    todo = [*asked, *(writer for node in asked for writer in writers.get(node.meta["value"].storage, ()))]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += node.all_input_nodes
+            todo += [w for memory in node.meta["reads"] for w in writers.get(memory, ()) if w < node]
 
 
 def _replayable(node: Node, autocast: Any) -> bool:

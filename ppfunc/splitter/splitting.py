@@ -14,6 +14,7 @@ from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage._torch import storage
 from ppfunc.stage.modules import is_subclass, require_usable
 
+from .cache import cache_name
 from .call import CallForm, Constants, LeafForm, Tensors
 from .cut import Source
 from .trace import PIPE_SPLIT, Trace, trace
@@ -32,6 +33,7 @@ def split(
     at: Sequence[str] | int | Partition | None = None,
     constants: Sequence[str] = (),
     state: Sequence[str] = (),
+    slices: int | Sequence[int] | None = None,
 ) -> Split:
     """Split a model into stages: trace one call of it, and cut the operators where the named modules begin.
 
@@ -77,17 +79,23 @@ def split(
             are, to the same values in each microbatch.
         state: patterns of ``fnmatch`` for names of buffers that the model only reads, and that are state all
             the same, for ``update_state`` of a trainer: ``["*.e_score_correction_bias"]``.
+        slices: number of equal slices of the tokens, or their lengths, for a schedule of slices such as
+            ``seq1f1b``; the example has whole sequences. The model is called on each slice with the cache
+            that it returned of the slice before, its argument ``past_key_values`` or ``cache_params``, as
+            models of transformers have it; each stage carries the tensors of the cache that it makes. Tokens
+            are the only input. Steps may have other slices. By default the model is not sliced.
 
     Returns:
         The split, in the mode that the model is in.
 
     Raises:
         StageError: the model cannot be traced, or cut there: control flow or shapes that depend on values, a
-            buffer that several stages write into, hooks on gradients, draws by Python or numpy. The message
-            names the line.
-        TypeError: a module is scripted or compiled, a trained parameter is of a subclass that is no DTensor.
+            buffer that several stages write into, hooks on gradients, draws by Python or numpy; a cache that
+            the model does not return, does not read, or keeps without gradients. The message names the line.
+        TypeError: a module is scripted or compiled, a trained parameter is of a subclass that is no DTensor,
+            a model to be sliced takes no cache.
         ValueError: a name is not that of a module, an argument or a buffer, modules are not called in this
-            order, or two parameters share memory.
+            order, two parameters share memory, or a model to be sliced gets more than tokens.
 
     >>> model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
     >>> parts = split(model, torch.zeros(8, 2), at=["2"])
@@ -106,14 +114,24 @@ def split(
             f"args: got the examples {' and '.join(form.described() for form in forms)}; give dictionaries of"
             " keyword arguments, or tuples of as many positional ones, with None for what an example has not"
         )
+    cache = ""
+    if slices is not None:
+        cache = cache_name(model, forms)
+        if len(calls) > 1:
+            raise TypeError("args: got Microbatches, expected one example with slices")
+        calls = [(forms[0], (part,)) for part in _cut(calls[0][1][0], slices)]
+        forms = forms * len(calls)
     tensors = [t for _, of_call in calls for t in of_call]
     inputs = [tuple(LeafForm(tuple(t.shape), t.dtype) for t in of_call) for _, of_call in calls]
     device = next((t.device for t in (*model.parameters(), *tensors) if not t.is_meta), torch.device("cpu"))
     names = _checked_names(model, at) if isinstance(at, Sequence) else []
-    traces = [trace(model, form, leaves, device) for form, leaves in zip(forms, inputs, strict=True)]
+    traces: list[Trace] = []
+    for form, leaves in zip(forms, inputs, strict=True):
+        before = traces[-1].cache if cache and traces else None
+        traces.append(trace(model, form, leaves, device, cache=cache, before=before))
     if not isinstance(at, Sequence):
         names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), at)
-    source = Source(model, names, known, [*zip(forms, inputs, traces, strict=True)], device, state)
+    source = Source(model, names, known, [*zip(forms, inputs, traces, strict=True)], device, state, cache)
     model_tensors = Tensors.of(model)
     values = {name: t.detach() for name, t in (*model_tensors.params.items(), *model_tensors.buffers.items())}
     places = {
@@ -137,6 +155,20 @@ def split(
         tuple(names),
         source,
     )
+
+
+def _cut(tokens: torch.Tensor, slices: int | Sequence[int]) -> tuple[torch.Tensor, ...]:
+    """Cut the tokens of an example, as :func:`ppfunc.microbatch` does."""
+    if tokens.ndim < 2:
+        raise ValueError(f"args: got the shape {tuple(tokens.shape)}, which has no axis 1 of tokens to cut")
+    length = tokens.shape[1]
+    lengths = [length // max(slices, 1)] * slices if isinstance(slices, int) else slices
+    if not isinstance(lengths, list | tuple) or sum(lengths) != length or min(lengths, default=0) < 1:
+        raise ValueError(
+            f"slices: got {slices!r} and {length} tokens, expected a divisor of them, or lengths that make"
+            " them up"
+        )
+    return tokens.split([*lengths], 1)
 
 
 def _require_module(model: Any) -> None:

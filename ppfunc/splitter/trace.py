@@ -1,9 +1,9 @@
 """Trace one call of a model without values."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from inspect import unwrap
+from inspect import signature, unwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -34,14 +34,9 @@ from ppfunc.stage.process import process_lock, without_foreign_draws
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten
 
-from .call import CallForm, LeafForm, Tensors
-from .record import (
-    BY_HAND,
-    MODEL,
-    Recording,
-    caches_emptied,
-    changed,
-)
+from .cache import CacheForm, closed, opened
+from .call import MODEL, CallForm, LeafForm, Tensors
+from .record import BY_HAND, Recording, caches_emptied, changed
 
 PIPE_SPLIT = "pipe_split() "
 """Begins the names of the cuts that the model makes itself; their numbers, from 1, follow."""
@@ -60,6 +55,9 @@ class Trace(NamedTuple):
         frozen: the parameters that require no gradient.
         starts: the numbers of operators before the first in each module, by every name of the module, and
             before each call of ``pipe_split()``.
+        carried: the nodes of the tensors of the cache that it gets.
+        kept: the nodes of the tensors of the cache that it returns.
+        cache: the form of the returned cache; None without slices.
     """
 
     nodes: tuple[Node, ...]
@@ -71,6 +69,9 @@ class Trace(NamedTuple):
     replaced: Mapping[str, Node]
     frozen: frozenset[str]
     starts: Mapping[str, int]
+    carried: tuple[Node, ...]
+    kept: tuple[Node, ...]
+    cache: CacheForm | None
 
 
 def trace(
@@ -80,6 +81,8 @@ def trace(
     device: torch.device,
     compute: torch.dtype | None = None,
     mapped: bool = False,
+    cache: str = "",
+    before: CacheForm | None = None,
 ) -> Trace:
     """Call the model on tensors without values, and record its operators.
 
@@ -90,6 +93,8 @@ def trace(
         device: the device that the model computes on, wherever its tensors are now.
         compute: the dtype of its floating parameters, by default that of each.
         mapped: whether it is to run within a ``vmap``.
+        cache: the argument in which the model gets a cache; empty without slices.
+        before: the form of the cache that the slice before returned, None in the first slice.
 
     Raises:
         StageError: it cannot be traced.
@@ -98,7 +103,9 @@ def trace(
     # It sees draws by functions that `changed` does not replace.
     then = (watch := Watch(model)).state()
     with caches_emptied(value for _, value in watch.found.values()):
-        traced = without_foreign_draws(partial(_trace, model, form, inputs, device, compute, mapped), MODEL)
+        traced = without_foreign_draws(
+            partial(_trace, model, form, inputs, device, compute, mapped, cache, before), MODEL
+        )
     watch.settle(then, (), MODEL)
     return traced
 
@@ -110,6 +117,8 @@ def _trace(
     device: torch.device,
     compute: torch.dtype | None,
     mapped: bool,
+    cache: str,
+    before: CacheForm | None,
 ) -> Trace:
     tensors, forwards = Tensors.of(model), (unwrap(type(module).forward) for module in model.modules())
     with (
@@ -126,13 +135,25 @@ def _trace(
         input_tensors = tuple(_input(leaf, device) for leaf in inputs)
         nodes = {name: recording.place(t, "v_" + re.sub(r"\W", "_", name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(input_tensors))
+        carries = tuple(_input(leaf, device) for leaf in (before.leaves if before else ()))
+        carried = tuple(recording.place_carried(t, f"carried{i}") for i, t in enumerate(carries))
         tensors_by_name = fakes | {place: fakes[name] for place, name in tensors.places.items()}
         with unmodified(model), changed(recording), in_python():
             arguments = without_constants(form.arguments(input_tensors))
             named = {node.name: name for node, name in zip(input_nodes, form.names(model), strict=True)}
-            result = _call(model, tensors_by_name, arguments, recording, device, named)
+            further = partial(_with_cache, model, cache, before, carries)
+            result = _call(model, tensors_by_name, arguments, recording, device, named, further)
+            rest, new = closed(result, cache, recording.numbers) if cache else (b"", [])
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
+        kept = tuple(map(recording.node, new))
+        if cache:
+            trained = {
+                recording.node(t) for t in (*fakes.values(), *input_tensors, *carries) if t.requires_grad
+            }
+            returned = (*kept, *(leaf for leaf in results if isinstance(leaf, Node)))
+            got, made = zip(carried, carries, strict=True), zip(kept, new, strict=True)
+            _require_carried(cache, got, made, returned, trained, recording)
         replaced = {
             name: recording.node(tensors_by_name[name])
             for name in tensors.buffers
@@ -152,8 +173,21 @@ def _trace(
         results,
         replaced,
         frozenset(name for name, p in tensors.params.items() if not p.requires_grad),
-        starts | {f"{PIPE_SPLIT}{n}": before for n, before in enumerate(recording.cuts, 1)},
+        starts | {f"{PIPE_SPLIT}{n}": number for n, number in enumerate(recording.cuts, 1)},
+        carried,
+        kept,
+        CacheForm(rest, tuple(LeafForm(tuple(t.shape), t.dtype) for t in new)) if cache else None,
     )
+
+
+def _with_cache(
+    model: nn.Module, name: str, before: CacheForm | None, tensors: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Make the arguments by which a model gets a cache and returns the next."""
+    if not name:
+        return {}
+    asks = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
+    return {name: opened(before, tensors), **asks}
 
 
 def _call(
@@ -163,15 +197,16 @@ def _call(
     recording: Recording,
     device: torch.device,
     inputs: Mapping[str, str],
+    further: Callable[[], dict[str, Any]],
 ) -> Any:
     """Call the model under the recording. Its errors become a StageError that names the line.
 
-    ``inputs`` has the names of the arguments that tensors are in, by node.
+    ``inputs`` has the names of the arguments that tensors are in, by node; ``further`` makes more arguments.
     """
     try:
         with enable_python_dispatcher(), recording, quiet():
-            known = with_tensors(arguments, device)
-            return torch.func.functional_call(model, tensors, *known, tie_weights=False)
+            args, kwargs = with_tensors(arguments, device)
+            return torch.func.functional_call(model, tensors, args, kwargs | further(), tie_weights=False)
     except StageError:
         raise
     except DATA_DEPENDENT as error:
@@ -201,6 +236,39 @@ def _call(
     if getattr(getattr(model, "config", None), "_experts_implementation", None) == "eager":
         mend = f'if it is an expert, model.set_experts_implementation("batched_mm"); else {mend}'
     raise StageError(MODEL, reason, mend)
+
+
+def _require_carried(
+    cache: str,
+    before: Iterable[tuple[Node, Tensor]],
+    after: Iterable[tuple[Node, Tensor]],
+    results: Iterable[Node],
+    trained: set[Node],
+    recording: Recording,
+) -> None:
+    """Raise where a model leaves a tensor of its cache unread, or the cache holds a tensor without gradient.
+
+    Args:
+        cache: the name of the cache.
+        before, after: the tensors of the cache that the model gets, and of the cache that it returns.
+        results: the tensors that the model returns, those of the cache among them.
+        trained: the tensors that have gradients.
+        recording: the recording of the model.
+    """
+    read = set(recording.origins(results))
+    unread = [(t, "which it does not read in the next slice") for node, t in before if node not in read]
+    cut_off = [
+        (t, "without its gradient")
+        for node, t in after
+        if not t.requires_grad and not trained.isdisjoint(recording.origins([node]))
+    ]
+    for tensor, what in (*unread, *cut_off):
+        if differentiable(tensor.dtype):
+            raise StageError(
+                MODEL,
+                f"its {cache} holds a tensor of shape {tuple(tensor.shape)}, {what}",
+                "leave slices out, or write stages fn(params, x, carry) by hand",
+            )
 
 
 def _require_no_hooks(model: nn.Module) -> None:

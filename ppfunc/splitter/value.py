@@ -30,6 +30,7 @@ from ppfunc.stage.process import process_lock
 from ppfunc.stage.program import WITHOUT_CARRY, Output
 from ppfunc.stage.tree import tree_map
 
+from .cache import CacheForm, Carry
 from .call import LeafForm, Tensors, read_call
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class Split:
 
     Args:
         stages: the pure function of each stage, ``fn(params, x) -> y``; ``fn(params, x, state) -> Output``
-            for a stage with a state. The last returns the output of the model, in the model's own class.
-            Parts of it that are neither tensors nor plain values, such as a cache, raise when they are used.
+            for a stage with a state, and ``fn(params, x, carry) -> Output`` with slices. The last returns the
+            output of the model, in the model's own class. Parts of it that are neither tensors nor plain
+            values, such as a cache, raise when they are used.
         params: ``{stage: {name: tensor}}``, by the model's own names, detached; the model's tensors are not
             copied. A tied parameter is in every stage that reads it, under its first name, as the same
             tensor.
@@ -306,6 +308,10 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
 
     def run(params: Mapping[str, Tensor], x: Any, *states: Any) -> Any:
         _require_names(params, names, f"params of stage {stage} of {type(model).__name__}")
+        before = None
+        if source.cache and len(states) > bool(state_names):
+            before, states = states[0], states[1:]
+        carried, cache = _carry_of(before, stage)
         state = _state_of(states, state_names, stage)
         skips: dict[int, Any] = {}
         if into:
@@ -318,32 +324,33 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
         cast = forms[0].new_empty((0,), dtype=torch.bool) if cast is None else cast
         compute = source.compute_dtype(params, None if cast.dtype is torch.bool else cast.dtype, stage)
         leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms]
-        code = source.codes(form, leaves, device, compute=compute)[stage]
+        code = source.codes(form, leaves, device, compute=compute, before=cache)[stage]
         inputs = tuple(t.contiguous() for t in tensors) if stage == 0 else ()
         received = tuple(t for a in code.part.received for t in (values if a == stage - 1 else skips[a]))
         _require_dtypes(received, code.dtypes, stage)
         whole = {**params, **{n: as_dtensor(params[n], layout) for n, layout in layouts.items()}}
         weights = tuple(detached(n, whole[n]) if n in code.frozen else whole[n] for n in code.part.params)
         constants = tuple(source.buffer(n, device, stage) for n in code.part.constants)
-        sent, new_state, result = code.run(
-            weights, constants, tuple(state[n] for n in code.part.state), inputs, received
+        sent, new_state, kept, result = code.run(
+            weights, constants, tuple(state[n] for n in code.part.state), inputs, carried, received
         )
         if last:
             y = result
         else:
             relayed = tree_map(_empty, with_constants(given)) if stage == 0 else with_constants(given)
             y = ((relayed, cast.to(compute or torch.bool)), sent.get(stage + 1, ()))
-        if not state_names and not out_of:
+        if not state_names and not out_of and not code.cache:
             return y
         return Output(
             y,
             state=(state | new_state) if state_names else None,
             skips={b: sent.get(b, ()) for b in out_of} if out_of else None,
+            carry=Carry(kept, code.cache) if code.cache else None,
         )
 
     note_parameters(run, model, names)
     vars(run)[READS] = model
-    vars(run)[WITHOUT_CARRY] = "a model that was split"
+    vars(run)[WITHOUT_CARRY] = "" if source.cache else "a model that was split without slices="
     vars(run)["sizes_vary"] = False  # its code is that of one form of the inputs
     vars(run)["cut"] = source.cut
     vars(run)["known"] = source.known if source.known.names else None  # how a step reads its inputs
@@ -365,6 +372,26 @@ def _require_dtypes(received: Sequence[Tensor], expected: Sequence[torch.dtype],
             f" makes {[*expected]}",
             "give the parameters of all stages the same dtype",
         )
+
+
+def _carry_of(carry: Any, stage: int) -> tuple[tuple[Tensor, ...], CacheForm | None]:
+    """Read the carry of a stage: the tensors that it holds, and the form of the whole cache."""
+    if carry is None:
+        return (), None
+    if not isinstance(carry, Carry):
+        raise TypeError(
+            f"carry of stage {stage}: got {type(carry).__name__}, expected what an earlier step returned of"
+            " this stage, or none"
+        )
+    form = carry.form
+    expected = [leaf for leaf, home in zip(form.leaves, form.homes, strict=True) if home == stage]
+    got = [LeafForm(tuple(t.shape), t.dtype) for t in carry.tensors]
+    if got != expected:
+        raise ValueError(
+            f"carry of stage {stage}: got {got}, expected {expected}, as the microbatches of the step that"
+            " returned it"
+        )
+    return carry.tensors, form
 
 
 def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> dict[str, Tensor]:

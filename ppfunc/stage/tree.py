@@ -48,11 +48,16 @@ def tree_flatten(tree: Any, name: str = "tree") -> tuple[list[Any], optree.PyTre
         ) from error
 
 
+def register(
+    kind: type, read: Callable[[Any], tuple[Sequence[Any], Any]], make: Callable[[Any, Iterable[Any]], Any]
+) -> None:
+    """Register a class as a node: of ``children, rest = read(node)``, ``make(rest, children)`` equals it."""
+    optree.register_pytree_node(kind, read, make, namespace=NAMESPACE)
+
+
 def register_leafless(kind: type, read: Callable[[Any], Any], make: Callable[[Any], Any]) -> None:
     """Register a class as a node without leaves: ``make(read(node))`` equals the node."""
-    optree.register_pytree_node(
-        kind, lambda node: ((), read(node)), lambda known, _: make(known), namespace=NAMESPACE
-    )
+    register(kind, lambda node: ((), read(node)), lambda known, _: make(known))
 
 
 def tree_leaves(tree: Any) -> list[Any]:
