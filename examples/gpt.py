@@ -36,10 +36,18 @@ class Config(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """``init(generator) -> params`` and the pure ``apply(params, x) -> y``."""
+    """``init(generator) -> params`` and the pure ``apply(params, x) -> y``.
+
+    An embedding is also given the positions of the tokens, by default from 0; a block ``attend(q, k, v)``,
+    the attention of queries to keys and values float[b, head, t, e], by default causal.
+    """
 
     init: Callable[[Generator], Params]
-    apply: Callable[[Params, Tensor], Tensor]
+    apply: Callable[..., Tensor]
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def normal(generator: Generator, *shape: int, std: float = 0.02) -> Tensor:
@@ -55,8 +63,9 @@ def embedding(config: Config) -> Layer:
             "position": normal(generator, config.context, config.width, std=0.1),
         }
 
-    def apply(params: Params, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, params["byte"]) + params["position"][: tokens.shape[1]]
+    def apply(params: Params, tokens: Tensor, positions: Tensor | slice | None = None) -> Tensor:
+        positions = slice(tokens.shape[1]) if positions is None else positions
+        return F.embedding(tokens, params["byte"]) + params["position"][positions]
 
     return Layer(init, apply)
 
@@ -86,11 +95,11 @@ def block(config: Config, mesh: DeviceMesh | None = None) -> Layer:
             "hidden_out": normal(generator, d, 4 * d, std=small / 2),
         }
 
-    def apply(params: Params, x: Tensor) -> Tensor:
+    def apply(params: Params, x: Tensor, attend: Callable[..., Tensor] = causal) -> Tensor:
         h = given(F.layer_norm(x, (d,), params["attention_norm"]))
         qkv = F.linear(h, params["qkv"].flatten(0, 1))
         q, k, v = rearrange(qkv, "b t (part head e) -> part b head t e", part=3, e=d // config.heads)
-        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = attend(q, k, v)
         x = x + summed(F.linear(rearrange(h, "b head t e -> b t (head e)"), params["attention_out"]))
         h = given(F.layer_norm(x, (d,), params["hidden_norm"]))
         return x + summed(F.linear(F.gelu(F.linear(h, params["hidden"])), params["hidden_out"]))
