@@ -519,6 +519,20 @@ def test_mistakes_are_told_before_anything_runs(mistake):
     assert told in str(error.value)
 
 
+@pytest.mark.parametrize("slices", [1, 4, [5, 8, 3]], ids=str)
+def test_slices_are_joined_to_what_was_cut(slices):
+    assert same_bits(cut(slices)[0].join(), INPUTS)
+    assert same_bits(cut(slices)[0].map(torch.neg).join(), -INPUTS)
+    k = slices if isinstance(slices, int) else len(slices)
+    run = pp.evaluate([cached_attention] * STAGES, None, seq1f1b(STAGES, SEQUENCES, k), return_outputs=True)
+    y = INPUTS
+    for s in range(STAGES):
+        y = cached_attention(PARAMS[s], y, None).y
+    close(run(PARAMS, cut(slices)[0]).join(slices=k), y)
+    with pytest.raises(ValueError, match="slices: got 5, expected a divisor of the 3 microbatches"):
+        pp.microbatch(INPUTS, SEQUENCES).join(slices=5)
+
+
 def test_numbers_of_a_batch_are_those_of_each_slice_and_what_has_no_tokens_is_refused():
     batch = {"x": INPUTS, "scale": 2, "name": "a"}
     parts = pp.microbatch(batch, SEQUENCES, slices=[10, 6])

@@ -99,10 +99,12 @@ class SequenceCut(NamedTuple):
     Args:
         rows: number of rows of a sequence.
         lengths: tokens of each slice of a sequence.
+        axis: axis of the tokens.
     """
 
     rows: int
     lengths: tuple[int, ...]
+    axis: int
 
     def goes_with(self, other: "SequenceCut") -> bool:
         """Tell whether rows are as many, and as many tokens cut alike: a loss might broadcast others."""
@@ -190,14 +192,33 @@ class Microbatches:
         """Apply a function to each microbatch."""
         return Microbatches(map(function, self.trees))._as_cut(self._cut)
 
-    def join(self) -> Any:
+    def join(self, slices: int | None = None, axis: int = 1) -> Any:
         """Concatenate the microbatches along axis 0 into one tree, which undoes :func:`ppfunc.microbatch`.
+
+        Args:
+            slices: number of slices of a sequence, which are concatenated along ``axis`` before. Microbatches
+                of :func:`ppfunc.microbatch` know theirs; outputs of a step do not.
+            axis: axis of the tokens.
+
+        Raises:
+            ValueError: the microbatches do not make up whole sequences.
 
         >>> from ppfunc.runtime import microbatch
         >>> microbatch(torch.arange(4), 2).join()
         tensor([0, 1, 2, 3])
+        >>> Microbatches(microbatch(torch.arange(8).view(2, 4), 2, slices=[3, 1])).join(slices=2)
+        tensor([[0, 1, 2, 3],
+                [4, 5, 6, 7]])
         """
-        return tree_map(joined, *self.trees)
+        if slices is None and self._cut is not None:
+            slices, axis = len(self._cut.lengths), self._cut.axis
+        if slices is None:
+            return tree_map(joined, *self.trees)
+        require_counts(slices=slices, axis=axis)
+        if len(self) % slices:
+            raise ValueError(f"slices: got {slices}, expected a divisor of the {len(self)} microbatches")
+        parts = (self.trees[n : n + slices] for n in range(0, len(self), slices))
+        return tree_map(joined, *(tree_map(lambda *leaves: torch.cat(leaves, axis), *part) for part in parts))
 
     def stack(self) -> Any:
         """Stack the microbatches along a new axis 0 into one tree, ``[m, ...]``."""
@@ -630,7 +651,7 @@ def _slices_of(tree: Any, slices: int | Sequence[int], axis: int) -> tuple[Seque
                 f"{path}: got {tokens} tokens in axis {axis} of the shape {tuple(leaf.shape)}, and slices ="
                 f" {slices!r}, expected a divisor of them, or lengths that make them up"
             )
-        first = first or SequenceCut(leaf.shape[0], tuple(lengths))
+        first = first or SequenceCut(leaf.shape[0], tuple(lengths), axis)
         columns.append(leaf.split(list(lengths), axis))
     return first, map(treedef.unflatten, zip(*columns, strict=True))
 
