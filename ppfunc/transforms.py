@@ -79,7 +79,7 @@ def jvp(
     losses, returned = (
         (None, _output_tangents) if loss_fn is None else (forward_alone(dual_loss(loss_fn)), _loss_and_slope)
     )
-    duals = map_stages(stages, lambda fn: forward_alone(dual(fn, carry=schedule.slices > 1)))
+    duals = map_stages(stages, lambda fn: forward_alone(dual(fn, carry=bool(schedule.slices))))
     return make_step(
         duals, losses, schedule, transport, engine, spec, _read_jvp,
         returned, loss_weights, training=False,
@@ -132,7 +132,7 @@ def hvp(
 
     spec = _spec("hvp", "loss", "grads", has_aux=has_aux, ties=ties)
     return make_step(
-        map_stages(stages, partial(dual, slope_alone=True, carry=schedule.slices > 1)),
+        map_stages(stages, partial(dual, slope_alone=True, carry=bool(schedule.slices))),
         dual_loss(loss_fn, slope_alone=True), schedule, transport, engine, spec, _read_products,
         _hessian_products, loss_weights,
     )  # fmt: skip

@@ -337,23 +337,25 @@ def test_a_stage_may_carry_nothing():
 
 @pytest.mark.parametrize("build", [seq1f1b, seq_zb])
 @pytest.mark.parametrize("cell", CELLS)
-def test_derivatives_along_a_direction_are_the_derivatives_of_the_model_in_one_piece(cell, build):
+@pytest.mark.parametrize("lengths", [[16], [5, 8, 3]], ids=str)
+def test_derivatives_along_a_direction_are_the_derivatives_of_the_model_in_one_piece(lengths, cell, build):
     first = {s: INPUTS[:, :1].expand(-1, WIDTH, -1) for s in range(STAGES)} if cell == "linear" else None
     carry = first and {s: pp.microbatch(tree, SEQUENCES) for s, tree in first.items()}
     direction = {
-        s: {n: normal(WIDTH, WIDTH, seed=90 + 9 * s + i) for i, n in enumerate("qkv")} for s in PARAMS
+        s: {n: normal(WIDTH, WIDTH, seed=90 + 9 * s + i) / 100 for i, n in enumerate("qkv")} for s in PARAMS
     }
 
     def loss(params):
         return in_one_piece(CELLS[cell], params, first)[0]
 
+    schedule = build(STAGES, SEQUENCES, len(lengths))
     jvp, hvp = (
-        make([CELLS[cell]] * STAGES, loss_fn, build(STAGES, SEQUENCES, 3), loss_weights=weights([5, 8, 3]))
+        make([CELLS[cell]] * STAGES, loss_fn, schedule, loss_weights=weights(lengths))
         for make in (pp.jvp, pp.hvp)
     )
     value = torch.func.jvp(loss, (PARAMS,), (direction,))
-    close(jvp(PARAMS, direction, *cut([5, 8, 3]), carry=carry), value)
-    found = hvp(PARAMS, direction, *cut([5, 8, 3]), carry=carry)
+    close(jvp(PARAMS, direction, *cut(lengths), carry=carry), value)
+    found = hvp(PARAMS, direction, *cut(lengths), carry=carry)
     close((found.loss, found.slope), value)
     close((found.grads, found.products), torch.func.jvp(torch.func.grad(loss), (PARAMS,), (direction,)))
 
