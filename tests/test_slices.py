@@ -317,6 +317,34 @@ def test_tied_parameters_have_the_sum_of_the_gradients_of_all_slices(build):
     close(grads, wanted)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_count_is_carried_as_a_tensor(engine):
+    def counting(params, x, carry):
+        before, count = carry or (None, torch.tensor(0))
+        out = linear_attention(params, x, before)
+        seen = count + torch.arange(x.shape[1])
+        return pp.Output(out.y + seen[:, None] / 8, carry=(out.carry, count + x.shape[1]))
+
+    step = pp.value_and_grad(
+        [counting] * STAGES,
+        loss_fn,
+        seq_zb(STAGES, SEQUENCES, 3),
+        engine=ENGINES[engine],
+        loss_weights=weights([5, 8, 3]),
+        return_carry=True,
+    )
+    found = step(PARAMS, *cut([5, 8, 3]))
+
+    def whole(params):
+        y = INPUTS
+        for s in range(STAGES):
+            y = counting(params[s], y, None).y
+        return loss_fn(y, TARGETS)
+
+    close(found.grads, torch.func.grad(whole)(PARAMS))
+    assert [tree[1].item() for tree in found.carry[0].trees] == [TOKENS] * SEQUENCES
+
+
 def test_a_stage_may_carry_nothing():
     def plain(params, x, carry):
         return pp.Output(x @ params["q"] @ params["k"] @ params["v"], carry=())
@@ -424,6 +452,10 @@ def test_four_processes_give_the_same_bits(four):
 
 BATCH = cut(4)
 MISTAKES = {
+    "a number in a carry": (
+        lambda: _step(lambda p, x, c: pp.Output(x @ p["q"], carry=(x, 3)))(PARAMS, *BATCH),
+        "returned carry[1]: got 3 of type int, expected a tensor; return torch.tensor(3), int64",
+    ),
     "a whole batch": (
         lambda: _step()(PARAMS, INPUTS, BATCH[1]),
         "inputs: got a whole batch, and the schedule 'seq1f1b' has 4 slices of a sequence; cut it,"

@@ -11,6 +11,7 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
+from inspect import signature
 from itertools import filterfalse, starmap, zip_longest
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -58,7 +59,7 @@ class ModuleStage(NamedTuple):
 
     Args:
         fn: ``(params, x) -> y``; given a state too, ``(params, x, state) -> Output(y, state=new)``. Extras of
-            the stage come before the state.
+            the stage come before the state. With a carry, ``(params, x, carry) -> Output(y, carry=new)``.
         params: the parameters by name, detached; those of the module are not copied.
         state: the buffers by name.
     """
@@ -69,7 +70,7 @@ class ModuleStage(NamedTuple):
 
 
 @naming_arguments
-def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleStage:
+def stage_from_module(module: nn.Module, *, constants: bool = False, carry: str | None = None) -> ModuleStage:
     """Make the pure function that ``module`` computes, in the mode that it is in when a step begins.
 
     A tuple ``x`` becomes positional arguments, a dictionary with texts as keys keyword arguments,
@@ -89,10 +90,12 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
             and sets held as attributes, are rolled back.
         constants: take the buffers (masks, tables of positions, the statistics of a batch norm in evaluation)
             as constants. There is no state then, and a module that writes into a buffer raises.
+        carry: name of the parameter of ``forward`` that takes the carry of slices, such as ``"hx"`` of LSTM,
+            GRU and RNN, where ``forward`` returns ``(y, next carry)``. The first slice gets None.
 
     Raises:
         TypeError: not a module, or a scripted one.
-        ValueError: a parameter of a lazy module is not initialised.
+        ValueError: a parameter of a lazy module is not initialised, or ``forward`` has no such parameter.
 
     References:
         ``torch.func.functional_call``.
@@ -117,6 +120,7 @@ def stage_from_module(module: nn.Module, *, constants: bool = False) -> ModuleSt
         return call(dict(params), arguments)
 
     fn = _stateful(module, tuple(state), call) if state else plain
+    fn = fn if carry is None else _carrying(module, carry, fn)
     note_parameters(fn, module, params)
     layouts = _layouts(params)
     mesh = next((layout.mesh for layout in (layouts or _layouts(state)).values()), None)
@@ -243,6 +247,26 @@ def _stateful(module: nn.Module, names: tuple[str, ...], call: _Call) -> Callabl
         return y._replace(state=after)
 
     return stateful
+
+
+def _carrying(module: nn.Module, carry: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a module that takes its carry by name, and returns it beside the result."""
+    kind, parameters = type(module).__name__, signature(module.forward).parameters
+    names = [n for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if carry not in names[1:]:
+        raise ValueError(
+            f"carry: got {shown(carry)}, expected a parameter of {kind}.forward after the first:"
+            f" {', '.join(names[1:]) or 'none'}"
+        )
+
+    def carrying(params: State, x: Any, before: Any, *extras: Any) -> Output:
+        result = call(params, x, {carry: before}, *extras)
+        out = result if isinstance(result, Output) else Output(result)
+        if not isinstance(out.y, tuple) or len(out.y) != 2 or out.y[1] is None:
+            raise ValueError(f"{kind} returns {shown(out.y)}, expected a pair (y, next {carry})")
+        return out._replace(y=out.y[0], carry=out.y[1])
+
+    return carrying
 
 
 def further_places(module: nn.Module, names: set[str]) -> dict[str, str]:

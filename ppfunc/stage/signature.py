@@ -284,6 +284,10 @@ def flatten(tree: Any, name: str = "tree") -> tuple[tuple[torch.Tensor, ...], op
         if not isinstance(leaf, torch.Tensor):
             got, expected = f"{_SHORT.repr(leaf)} of type {type(leaf).__name__}", "a tensor"
             mend = "make it one, as torch.as_tensor does, or bind a constant with functools.partial"
+            if name.startswith("returned") and isinstance(leaf, int | float):
+                mend = (
+                    f"return torch.tensor({leaf!r}), {str(torch.tensor(leaf).dtype).removeprefix('torch.')}"
+                )
             if isinstance(leaf, torch.nn.Module):
                 mend = "give ppfunc.stage_from_module(module).params"
             elif isinstance(leaf, Iterator) or type(leaf).__name__ == "DataLoader":
