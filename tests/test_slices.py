@@ -62,7 +62,7 @@ def grouped_attention(params, x, carry):
     carry = {} if carry is None else carry
     y, far = pp.carried_attention(q, k, v, carry.get("far"))
     z, near = pp.carried_attention(q, v, k, carry.get("near"), window=5)
-    return pp.Output(x + (y + z).transpose(1, 2).flatten(2), carry={"far": far, "near": near})
+    return pp.Output(x + (y + z).transpose(1, 2).flatten(2).tanh(), carry={"far": far, "near": near})
 
 
 def of_tokens(carry):
