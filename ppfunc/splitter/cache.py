@@ -26,11 +26,13 @@ class CacheForm(NamedTuple):
 
     Args:
         rest: the pickled cache without its tensors.
+        classes: the classes of its objects, which need not be those of a module.
         leaves: the forms of its tensors.
         homes: the stage that holds each tensor.
     """
 
     rest: bytes
+    classes: tuple[type, ...]
     leaves: tuple[LeafForm, ...]
     homes: tuple[int, ...] = ()
 
@@ -86,18 +88,22 @@ def opened(form: CacheForm | None, tensors: Sequence[Tensor]) -> Any:
     """
     if form is None:
         return None
+    classes = form.classes
 
     class Unpickler(pickle.Unpickler):
-        def persistent_load(self, kept: Any) -> Tensor:
-            if isinstance(kept, int):
-                return tensors[kept]
-            numbers, dtype, shape = kept
-            return torch.tensor(numbers, dtype=dtype).reshape(shape)
+        def persistent_load(self, kept: Any) -> Any:
+            match kept:
+                case int():
+                    return tensors[kept]
+                case (number,):
+                    return classes[number]
+                case numbers, dtype, shape:
+                    return torch.tensor(numbers, dtype=dtype).reshape(shape)
 
     return Unpickler(io.BytesIO(form.rest)).load()
 
 
-def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[bytes, list[Tensor]]:
+def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[CacheForm, list[Tensor]]:
     """Take the cache in the result of a model apart.
 
     Args:
@@ -106,7 +112,7 @@ def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[byte
         known: returns the integers of a tensor that the model has made of numbers in its code.
 
     Returns:
-        The pickled rest of it, and its tensors.
+        The form of the cache, and its tensors.
 
     Raises:
         StageError: the model returns no cache, or one that cannot be pickled.
@@ -120,9 +126,12 @@ def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[byte
             " same), or leave slices out",
         )
     tensors: dict[int, tuple[int, Tensor]] = {}
+    classes: dict[type, int] = {}
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, value: Any) -> Any:
+            if isinstance(value, type):
+                return (classes.setdefault(value, len(classes)),)
             if not isinstance(value, Tensor):
                 return None
             if (values := known(value)) is not None:
@@ -136,6 +145,8 @@ def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[byte
         raise StageError(
             MODEL,
             f"its {name}, a {type(cache).__name__}, could not be taken apart: {error}",
-            "take a cache of tensors and plain values, of classes of a module",
+            "take a cache of tensors and plain values",
         ) from error
-    return rest.getvalue(), [tensor for _, tensor in tensors.values()]
+    kept = [tensor for _, tensor in tensors.values()]
+    leaves = tuple(LeafForm(tuple(t.shape), t.dtype) for t in kept)
+    return CacheForm(rest.getvalue(), tuple(classes), leaves), kept

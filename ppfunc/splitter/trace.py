@@ -143,7 +143,7 @@ def _trace(
             named = {node.name: name for node, name in zip(input_nodes, form.names(model), strict=True)}
             further = partial(_with_cache, model, cache, before, carries)
             result = _call(model, tensors_by_name, arguments, recording, device, named, further)
-            rest, new = closed(result, cache, recording.numbers) if cache else (b"", [])
+            after, new = closed(result, cache, recording.numbers) if cache else (None, [])
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         kept = tuple(map(recording.node, new))
@@ -176,7 +176,7 @@ def _trace(
         starts | {f"{PIPE_SPLIT}{n}": number for n, number in enumerate(recording.cuts, 1)},
         carried,
         kept,
-        CacheForm(rest, tuple(LeafForm(tuple(t.shape), t.dtype) for t in new)) if cache else None,
+        after,
     )
 
 

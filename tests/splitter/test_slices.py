@@ -187,6 +187,43 @@ def test_the_last_carry_is_the_first_of_the_next_step():
         step(parts.params, *halved, carry={0: pp.Microbatches([(ids[:1],)] * 2 * SEQUENCES)})
 
 
+def test_a_stage_may_have_a_state_beside_its_carry():
+    class Counting(Causal):
+        def forward(self, ids, cache_params=None):
+            self.calls.add_(1)
+            return super().forward(ids, cache_params, use_cache=True)
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    model, (ids, targets) = Counting(), batch()
+    parts = pp.split(model, ids[:ROWS], at=2, slices=3)
+    step = pp.value_and_grad(parts, loss_fn, seq1f1b(2, SEQUENCES, 3), has_aux=True)
+    found = step(parts.params, *cut(3), state=parts.state)
+    torch.testing.assert_close(found.loss, loss_fn(model(ids), targets).detach(), rtol=0, atol=1e-12)
+    assert [int(t) for tree in found.aux.state.values() for t in tree.values()] == [6]
+
+
+def in_processes(rank, ranks):
+    schedule, slices = seq1f1b(ranks, SEQUENCES, 3), [5, 1, 6]
+    ids, _ = batch()
+    parts = pp.split(Causal(), ids[:ROWS], at=2, slices=slices)
+    wanted = pp.value_and_grad(parts, loss_fn, schedule, loss_weights=weights(slices))(
+        parts.params, *cut(slices)
+    )
+    with pp.P2P(timeout=60) as transport:
+        step = pp.value_and_grad(parts, loss_fn, schedule, transport, loss_weights=weights(slices))
+        for _ in range(2):
+            loss, grads = step({rank: parts.params[rank]}, *cut(slices))
+            torch.testing.assert_close(loss, wanted[0], rtol=0, atol=0)
+            torch.testing.assert_close(grads, {rank: wanted[1][rank]}, rtol=0, atol=1e-15)
+
+
+def test_in_processes(two):
+    two(in_processes)
+
+
 class Forgetful(Causal):
     class layer(Layer):
         def keep(self, sums):
