@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from ppfunc.runtime.lowering.ties import TiedPlaces
-from ppfunc.runtime.paper.analysis import costs_of
-from ppfunc.schedule import Costs, Op, looped_bfs, split_backward
+from ppfunc.runtime.paper.analysis import completed
+from ppfunc.runtime.values.arguments import Microbatches
+from ppfunc.schedule import Costs, looped_bfs, seq1f1b, split_backward
+from ppfunc.schedule.proof.timeline import timeline_of
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.tree import tree_leaves
@@ -40,10 +42,11 @@ def measure(
     Args:
         stages: functions, one per stage of the model, or a split model.
         params: ``{stage: tree}``, those of all stages.
-        example: the inputs of one microbatch.
+        example: the inputs of one microbatch; of stages that take a carry, the slices of one sequence,
+            ``ppfunc.microbatch(inputs, 1, slices=k)``, which are measured each.
         loss_fn: ``loss(y, target) -> scalar``, measured with the last stage; by default the sum of its
             output.
-        targets: targets of one microbatch.
+        targets: targets of one microbatch, or of the slices.
         engine: makes the programs that are measured.
         extras, state: ``{stage: tree}``, of one microbatch, for stages that take some.
         tied: see :func:`ppfunc.value_and_grad`.
@@ -70,28 +73,33 @@ def measure(
     require_counts(repeats=repeats)
     if count < 1:
         raise ValueError("stages: got none, expected one function per stage of the model")
+    sliced = isinstance(example, Microbatches) and len(example) > 1
     if loss_fn is None:
         if targets is not None:
             raise ValueError(
                 "targets needs a loss function, which reads them; give loss_fn, or leave them out"
             )
-        loss_fn, targets = _total, ()
+        loss_fn, targets = _total, Microbatches([()] * len(example)) if sliced else ()
     arguments: dict[str, Any] = {"seed": (0, 0), "extras": extras, "state": state}
-    step = value_and_grad(
-        stages, loss_fn, split_backward(looped_bfs(1, 1, count)), engine=engine, has_aux=True, tied=tied
-    )
+    alone = seq1f1b(1, 1, len(example), count) if sliced else looped_bfs(1, 1, count)
+    if sliced:  # equal, whatever their lengths: times and bytes do not depend on them
+        arguments["loss_weights"] = [1 / len(example)] * len(example)
+    schedule = split_backward(alone)
+    step = value_and_grad(stages, loss_fn, schedule, engine=engine, has_aux=True, tied=tied)
     step(params, example, targets, **arguments)
-    # The median time of every instruction of one rank with one microbatch, by op and stage.
+    # The median time of every instruction of one rank with one microbatch, or with each slice of a sequence.
     timelines = [step.record(params, example, targets, **arguments)[1] for _ in range(repeats)]
-    schedule = timelines[0].schedule
-    medians: dict[Op, list[float]] = {op: [0.0] * schedule.stages for op in schedule.ops}
-    for n, instruction in enumerate(schedule.instructions(0)):
-        medians[instruction.op][instruction.stage] = median(t.ends[0][n] - t.starts[0][n] for t in timelines)
-    seconds = {op: tuple(times) for op, times in medians.items()}
+    times = [[end - start for _, start, end in next(timeline.rows())] for timeline in timelines]
+    ends = [median(row) for row in zip(*times, strict=True)]
+    seconds = timeline_of(timelines[0].schedule, [[0] * len(ends)], [ends]).costs()
     compiled = step.lower(params, example, targets, **arguments).compile().step
-    costs = Costs(seconds[Op.F], seconds[Op.I], seconds[Op.W])
-    sizes = costs_of(compiled.lowered, compiled.programs if memory else {})
-    return replace(costs, **{name: tuple(by_stage.values()) for name, by_stage in sizes.items()})
+    return _of_all_stages(completed(seconds, compiled.lowered, compiled.programs if memory else {}))
+
+
+def _of_all_stages(costs: Costs) -> Costs:
+    """Write mappings by stage as tuples, and messages that take no time as the default."""
+    rows = {name: (*row.values(),) for name, row in costs.numbers.items() if isinstance(row, Mapping)}
+    return replace(costs, communication=0, slices=tuple(map(_of_all_stages, costs.slices)), **rows)
 
 
 def _total(y: Any, target: Any) -> torch.Tensor:

@@ -36,6 +36,7 @@ OF_THE_MODEL = (  # divided where the model is cut into more stages
 )
 OF_A_STAGE = ("unshard", "reduce_tied", "reduce_grad", "step", "parameters")  # whatever the microbatches
 SENT = ("communication", "bytes", "bandwidth")
+OF_A_SLICE = (*(name for name in OF_THE_MODEL if name not in OF_A_STAGE), "checkpoint", "bytes")
 
 
 @naming_arguments
@@ -68,14 +69,20 @@ class Costs:
         reduce_tied: time of REDUCE_TIED, which runs beside compute.
         reduce_grad: time of REDUCE_GRAD, which runs beside compute.
         step: time of STEP.
+        slices: costs of each slice of a sequence, for schedules with as many slices; by default all slices
+            have the numbers beside. The numbers beside are then costs of whole sequences, for schedules
+            without slices, and costs of stages.
 
     Raises:
-        ValueError: a negative number, one that is not a number, a bandwidth of zero.
+        ValueError: a negative number, one that is not a number, a bandwidth of zero; costs of a slice that
+            have slices, or numbers that belong to a stage.
 
     >>> Costs(forward=1, backward=2).of("backward", stage=0)
     2
     >>> Costs(forward=[1, 2], communication={0: 3}).of("forward", stage=1)
     2
+    >>> Costs(forward=4, slices=[Costs(forward=1), Costs(forward=3)]).of_slice(1).of("forward", stage=0)
+    3
     """
 
     forward: PerStage = 1
@@ -97,11 +104,30 @@ class Costs:
     reduce_tied: PerStage = 0
     reduce_grad: PerStage = 0
     step: PerStage = 0
+    slices: Sequence["Costs"] = ()
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
+        for name, value in self.numbers.items():
             for number in _values(value):
                 _require(name, number)
+        require_type("slices", self.slices, Sequence, "costs of each slice")
+        for n, costs in enumerate(self.slices):
+            require_type(f"slices[{n}]", costs, Costs, "Costs(forward=..., ...)")
+            if wrong := costs._changed().keys() & {"slices", *OF_A_STAGE}:
+                raise ValueError(
+                    f"slices[{n}] has {min(wrong)}, which belongs to a stage: give it beside slices"
+                )
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """Return all values but ``slices``, by name."""
+        return {name: value for name, value in vars(self).items() if name != "slices"}
+
+    @property
+    def per_stage(self) -> dict[str, Any]:
+        """Return the values that are sequences or mappings, by name; slices' too."""
+        mine = {k: v for k, v in self.numbers.items() if isinstance(v, Sequence | Mapping)}
+        return {k: v for costs in self.slices for k, v in costs.per_stage.items()} | mine
 
     def __repr__(self) -> str:
         return f"Costs({', '.join(f'{name}={reprlib.repr(v)}' for name, v in self._changed().items())})"
@@ -113,13 +139,14 @@ class Costs:
     def __str__(self) -> str:
         """Draw a table with a line per stage: the times, and all that differs from the defaults."""
         times = ("forward", "backward_input", "backward_weight")
-        values = vars(self)
+        values = self.numbers
         names = [name for name, value in values.items() if name in times or value != getattr(Costs, name)]
         stages = sorted({s for v in values.values() for s in _stages(v)})
         rows: list[tuple[Any, int]] = [(s, s) for s in stages]
         if not any(isinstance(value, Sequence) for value in values.values()):
             rows.append(("others" if stages else "each", 1 + max(stages, default=0)))
-        return table(["stage", *names], [[label, *(self.of(name, s) for name in names)] for label, s in rows])
+        mine = table(["stage", *names], [[label, *(self.of(name, s) for name in names)] for label, s in rows])
+        return "\n\n".join([mine, *(f"slice {n}\n{costs}" for n, costs in enumerate(self.slices))])
 
     _repr_pretty_ = show_table
 
@@ -132,8 +159,8 @@ class Costs:
         Raises:
             ValueError: there is no such value, or no number for this stage.
         """
-        if not isinstance(name, str) or name not in vars(self):
-            raise ValueError(f"name: got {name!r}, expected one of {', '.join(vars(self))}")
+        if not isinstance(name, str) or name not in self.numbers:
+            raise ValueError(f"name: got {name!r}, expected one of {', '.join(self.numbers)}")
         value = getattr(self, name)
         require_counts(0, stage=stage)
         if isinstance(value, Mapping):
@@ -141,6 +168,10 @@ class Costs:
         if isinstance(value, Sequence) and stage >= len(value):
             raise ValueError(f"stage: got {stage}, {name} has numbers for the stages 0 to {len(value) - 1}")
         return value[stage] if isinstance(value, Sequence) else value
+
+    def of_slice(self, number: int) -> "Costs":
+        """Return the costs of a slice of a sequence: of ``slices``, or these where all slices are alike."""
+        return self.slices[number] if self.slices else self
 
     def of_stages(self, stages: Sequence[int]) -> Self:
         """Return the costs of these stages, in this order, each at least once.
@@ -161,18 +192,21 @@ class Costs:
                 " schedule.model_stages"
             )
         self.fitting(1 + max(stages, default=-1))
-        unequal = [name for name, value in vars(self).items() if _stages(value)]
-        return replace(self, **{name: tuple(self.of(name, s) for s in stages) for name in unequal})
+        unequal = [name for name, value in self.numbers.items() if _stages(value)]
+        of_slices = tuple(costs.of_stages(stages) for costs in self.slices)
+        return replace(
+            self, slices=of_slices, **{name: tuple(self.of(name, s) for s in stages) for name in unequal}
+        )
 
     def per_rank(self, schedule: Schedule) -> Self:
         """Divide the costs of one rank's share of the model among the stages of ``schedule``.
 
         So schedules with one stage per rank, with several, and with replicas are timed for one model. Times,
         activations and parameters are shared among the stages of a share; messages stay as they are. Slices
-        take equal parts of what a microbatch takes, messages too.
+        take equal parts of what a microbatch takes, messages too, unless costs of each slice are given.
 
         Raises:
-            ValueError: a value is not one number for all.
+            ValueError: a value is not one number for all; costs of another number of slices.
 
         >>> from ppfunc.schedule import one_f_one_b, zbv
         >>> share = Costs(forward=2, backward_input=2, backward_weight=2)
@@ -180,7 +214,14 @@ class Costs:
         [2, 1]
         """
         require_schedule(schedule)
-        cut = ("checkpoint", "bytes") if schedule.slices > 1 else ()
+        self.fitting(slices=schedule.slices)
+        slices = max(schedule.slices, 1) if not self.slices else 1
+        of_slices = tuple(costs._shared(schedule, 1) for costs in self.slices)
+        return replace(self._shared(schedule, slices), slices=of_slices)
+
+    def _shared(self, schedule: Schedule, slices: int) -> Self:
+        """Divide costs of a rank's share of the model among its stages, and among equal slices."""
+        cut = ("checkpoint", "bytes") if slices > 1 else ()
         shared = {name: value for name in (*OF_THE_MODEL, *cut) if (value := getattr(self, name)) is not None}
         for name, value in shared.items():
             if _stages(value):
@@ -189,20 +230,33 @@ class Costs:
                 )
         stages = len(set(schedule.model_stages))
         parts = {
-            name: (1 if name in cut else stages) * (1 if name in OF_A_STAGE else max(schedule.slices, 1))
+            name: (1 if name in cut else stages) * (1 if name in OF_A_STAGE else slices)
             for name in shared
         }
         whole = {name: 1 if name in cut else schedule.ranks for name in shared}
         portions = {name: portion(value, whole[name], parts[name]) for name, value in shared.items()}
         return replace(self, **portions)
 
-    def fitting(self, stages: int) -> Self:
-        """Return these costs after checking that they fit a schedule with a number of stages.
+    def in_slices(self, slices: Sequence["Costs"]) -> Self:
+        """Return these costs with costs of each slice, whose sums are the costs of whole sequences."""
+        sums = {name: _sum([getattr(costs, name) for costs in slices]) for name in OF_A_SLICE}
+        return replace(self, slices=tuple(slices), **sums)
+
+    def fitting(self, stages: int | None = None, slices: int = 0) -> Self:
+        """Return these costs after checking that they fit a schedule with a number of stages and of slices.
 
         Raises:
-            ValueError: a sequence of another length, a mapping with a stage that does not exist.
+            ValueError: a sequence of another length, a mapping with a stage that does not exist, costs of
+                another number of slices.
         """
-        for name, value in vars(self).items():
+        if slices and self.slices and len(self.slices) != slices:
+            got = f"slices has costs of {len(self.slices)} slices"
+            raise ValueError(f"{got}, expected {slices}, one per slice of a sequence of the schedule")
+        if stages is None:
+            return self
+        for costs in self.slices:
+            costs.fitting(stages)
+        for name, value in self.numbers.items():
             if isinstance(value, Sequence) and len(value) != stages:
                 raise ValueError(
                     f"{name} has {len(value)} numbers, expected {stages}, one per stage or layer"
@@ -217,7 +271,11 @@ class Costs:
         >>> Costs(forward=[1, 2], bandwidth=0.5).to_json()
         '{"forward": [1, 2], "bandwidth": 0.5}'
         """
-        return json.dumps({name: plain(value) for name, value in self._changed().items()})
+        return json.dumps(self._plain())
+
+    def _plain(self) -> dict[str, Any]:
+        values = {name: plain(value) for name, value in self._changed().items() if name != "slices"}
+        return values | ({"slices": [costs._plain() for costs in self.slices]} if self.slices else {})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -229,7 +287,11 @@ class Costs:
         >>> Costs.from_json('{"forward": [1, "3/2"], "backward": {"0": 4}}')
         Costs(forward=(1, Fraction(3, 2)), backward={0: 4})
         """
-        return cls(**read_values(text, tuple(cls.__dataclass_fields__)))
+        return cls._read(read_values(text, tuple(cls.__dataclass_fields__)))
+
+    @classmethod
+    def _read(cls, values: dict[str, Any]) -> Self:
+        return cls(**values | {n: tuple(map(cls._read, values[n])) for n in values.keys() & {"slices"}})
 
     def backward_of(self, stage: int) -> Number:
         """Return the time of a whole backward."""
@@ -246,15 +308,6 @@ class Costs:
         if time is None and op == "FETCH":
             time = self.of("offload", stage)
         return time if time is not None else self.of("forward", stage) if op == "RECOMPUTE" else 0
-
-    def pair_of(self, forward: int, backward: int, whole: bool = True) -> Number:
-        """Return the time of an overlapped pair from the stages of its parts; ``whole`` for B, else I."""
-        together = self.of("overlapped", forward)
-        if together is not None:
-            return together
-        return self.of("forward", forward) + (
-            self.backward_of(backward) if whole else self.of("backward_input", backward)
-        )
 
     def message_of(self, stage: int) -> Number:
         """Return the time from the end of a producer in ``stage`` until another rank has its product."""
@@ -281,6 +334,15 @@ def require_costs(costs: Any) -> Costs:
     """
     require_type("costs", costs, Costs | None, "Costs(forward=..., ...)")
     return Costs() if costs is None else costs
+
+
+def _sum(values: Sequence[Any]) -> Any:
+    """Add up values of one form: numbers, or numbers per stage."""
+    if None in values or not isinstance(values[0], Sequence | Mapping):
+        return None if None in values else sum(values)
+    if isinstance(values[0], Mapping):
+        return {stage: sum(value[stage] for value in values) for stage in values[0]}
+    return tuple(map(sum, zip(*values, strict=True)))
 
 
 def _values(value: Any) -> Sequence[Any]:

@@ -9,7 +9,7 @@ The document is one object; steps are lists of instructions in the grammar of
 
 ``microbatches`` is the half-open range of the chain; ``placement[s]`` is the rank of stage ``s``; a schedule
 of slices has ``"slices": k`` beside them. Costs are an object of the values that differ from the defaults:
-numbers, lists of numbers, or objects by stage.
+numbers, lists of numbers, or objects by stage; ``slices`` is a list of such objects.
 """
 
 import json
@@ -219,11 +219,19 @@ def read_values(text: str, names: Sequence[str]) -> dict[str, Any]:
     require_type("text", text, str, "the text of a JSON object")
     if len(text) > _LONGEST:
         raise ValueError(f"got {len(text)} characters, expected at most {_LONGEST}")
-    document = load(text)
+    return _values(load(text), names)
+
+
+def _values(document: Any, names: Sequence[str]) -> dict[str, Any]:
     if not isinstance(document, dict) or not document.keys() <= set(names):
         got = reprlib.repr(document)
         raise ValueError(f"got {got}, expected an object with some of {', '.join(names)}")
-    return {name: _value(name, value) for name, value in document.items()}
+    found = {name: _value(name, value) for name, value in document.items() if name != "slices"}
+    if "slices" in document:
+        slices = document["slices"]
+        _require(isinstance(slices, list), "slices", slices, "a list of costs")
+        found["slices"] = [_values(of_slice, names) for of_slice in slices]
+    return found
 
 
 def _value(name: str, value: Any) -> Any:

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ppfunc.schedule import Costs
+from ppfunc.schedule.costs import OF_A_SLICE
 
 NUMBERS = st.integers(0, 10**9) | st.floats(0, 1e9) | st.fractions(0, 1000)
 SHARES = st.floats(0, 1) | st.fractions(0, 1)
-NAMES = [field.name for field in fields(Costs)]
+NAMES = [field.name for field in fields(Costs) if field.name != "slices"]
 
 
 def values(name: str) -> st.SearchStrategy:
@@ -25,7 +26,12 @@ def values(name: str) -> st.SearchStrategy:
     )
 
 
-@given(st.fixed_dictionaries({}, optional={name: values(name) for name in NAMES}))
+SLICES = st.lists(
+    st.fixed_dictionaries({}, optional={name: values(name) for name in OF_A_SLICE}), min_size=1, max_size=3
+).map(lambda rows: tuple(Costs(**row) for row in rows))
+
+
+@given(st.fixed_dictionaries({}, optional={name: values(name) for name in NAMES} | {"slices": SLICES}))
 def test_costs_are_read_again(given):
     costs = Costs(**given)
     again = Costs.from_json(costs.to_json())
@@ -53,6 +59,10 @@ def test_lists_come_back_as_tuples_and_defaults_stay_out():
         ('{"forwards": 1}', "got {'forwards': 1}, expected an object with some of forward, backward_input"),
         ('{"forward": 1, "forward": 2}', "the key 'forward' occurs twice in one object"),
         ('{"forward": "x"}', "forward is 'x', expected a number"),
+        ('{"slices": 4}', "slices: expected a list of costs, got 4"),
+        ('{"slices": [4]}', "got 4, expected an object with some of forward"),
+        ('{"slices": [{"step": 1}]}', r"slices\\[0\\] has step, which belongs to a stage: give it beside"),
+        ('{"slices": [{"slices": [{}]}]}', r"slices\\[0\\] has slices, which belongs to a stage"),
         ('{"forward": "1/0"}', "forward is '1/0', expected a number"),
         ('{"forward": "-1/2"}', "forward is '-1/2', expected a number"),
         ('{"forward": [1, true]}', "forward is True, expected a number"),

@@ -23,6 +23,7 @@ from ppfunc.schedule import (
     from_json,
     insert_recomputes,
     one_f_one_b,
+    overlap,
     place_communication,
     plan,
     seq1f1b,
@@ -227,3 +228,118 @@ def test_slices_share_the_costs_of_a_rank():
     shared = costs.per_rank(seq1f1b(2, 2, 4))
     assert (shared.forward, shared.backward, shared.activation, shared.bytes) == (1, 2, Fraction(1, 2), 4)
     assert (shared.parameters, shared.step, shared.checkpoint) == (3, 5, 2)
+
+
+def slow_times(schedule, costs):
+    """Run the instructions of ranks in turn, each from the ends of what it needs; and sum what they hold."""
+    k, ends, peaks = schedule.slices, {}, [0] * schedule.ranks
+    last, home = schedule.stages - 1, schedule.placement
+    now, live, rows = [0] * schedule.ranks, [0] * schedule.ranks, [[*p] for p in schedule.programs]
+
+    def needed(op, s, m):
+        along = m % k
+        match op:
+            case "F":
+                return [("F", s - 1, m)] * (s > 0) + [("F", s, m - 1)] * (along > 0)
+            case "W":
+                return [("I", s, m)]
+        back = [("F", s, m)] + [(op, s + 1, m)] * (s < last) + [(op, s, m + 1)] * (along < k - 1)
+        return back
+
+    while any(rows):
+        before = sum(map(len, rows))
+        for rank, row in enumerate(rows):
+            while row:
+                [(op, s, m, *_)] = row[0]
+                needs = needed(str(op), s, m)
+                if not all(need in ends for need in needs):
+                    break
+                of = costs.slices[m % k]
+                start = now[rank]
+                for need in needs:
+                    late = of.message_of(need[1]) if home[need[1]] != rank else 0
+                    start = max(start, ends[need] + late)
+                now[rank] = ends[str(op), s, m] = start + of.time_of(op, s)
+                size, share = of.of("activation", s), of.of("weight_share", s)
+                live[rank] += size if op == "F" else 0
+                peaks[rank] = max(peaks[rank], live[rank])
+                live[rank] -= {"F": 0, "B": size, "I": size - size * share, "W": size * share}[op]
+                row.pop(0)
+        assert sum(map(len, rows)) < before
+    return {(str(op), s, m): end for (op, s, m), end in ends.items()}, tuple(peaks)
+
+
+@given(
+    st.sampled_from([seq1f1b, seq_zb]), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4),
+    st.integers(1, 2), st.randoms(use_true_random=False),
+)  # fmt: skip
+def test_slices_of_unlike_costs_take_what_each_costs(build, ranks, sequences, slices, chunks, random):
+    schedule = build(ranks, sequences, slices, chunks)
+    names = ("forward", "backward_input", "backward_weight", "communication", "activation")
+
+    def numbers():
+        return [Fraction(random.randrange(9), 2) for _ in range(schedule.stages)]
+
+    each = [Costs(**{n: numbers() for n in names}, weight_share=Fraction(1, 2)) for _ in range(slices)]
+    costs = Costs(forward=[99] * schedule.stages, slices=each)
+    timeline = simulate(schedule, costs)
+    ends, peaks = slow_times(schedule, costs)
+    if slices == 1:
+        return
+    assert {(str(i.op), i.stage, i.microbatch): end for row in timeline.rows() for i, _, end in row} == ends
+    assert timeline.peak_activations == peaks
+    lowered = simulate(place_communication(schedule), costs)
+    assert (lowered.makespan, lowered.peak_activations) == (timeline.makespan, peaks)
+    again = timeline.costs()
+    assert [of.forward for of in again.slices] == [tuple(of.forward) for of in each]
+    assert again.forward == tuple(map(sum, zip(*(of.forward for of in each), strict=True)))
+    alike = replace(costs, slices=[replace(of, communication=0) for of in each])
+    assert simulate(schedule, again).makespan == simulate(schedule, alike).makespan
+
+
+def test_costs_of_slices_reach_pairs_copies_and_pictures():
+    pair = overlap(F(0, 2), B(0, 1))
+    word = [F(0, 0), F(0, 1), pair, B(0, 0), F(0, 3), B(0, 3), B(0, 2)]
+    schedule = single_chain("pairs", [0], 4, [word], slices=2)
+    each = [Costs(forward=1, backward=10), Costs(forward=2, backward=20)]
+    ends = simulate(schedule, Costs(slices=each)).ends[0]
+    assert ends == (1, 3, 1 + 20 + 3, 34, 36, 56, 66)
+    own = [replace(each[0], overlapped=5), each[1]]
+    assert simulate(schedule, Costs(slices=own)).ends[0][2] == 8
+    moved = insert_recomputes(seq1f1b(1, 1, 2))
+    each = [Costs(forward=1, recompute=3), Costs(forward=2, recompute=5)]
+    assert simulate(moved, Costs(slices=each)).makespan == 3 + 8 + 2 + 2
+    timeline = simulate(seq1f1b(2, 2, 2), Costs(slices=each))
+    widths = re.findall(
+        r'width="([\d.]+)" height="[\d.]+"[^>]*><title>0F[01]', to_svg(timeline.schedule, timeline)
+    )
+    assert len(set(widths)) == 2
+
+
+def test_costs_of_slices_are_honoured_or_refused():
+    each = [Costs(forward=1), Costs(forward=3)]
+    costs = Costs(forward=4, slices=each)
+    assert simulate(one_f_one_b(1, 2), costs).makespan == 2 * (4 + 2)
+    assert simulate(seq1f1b(1, 1, 2), costs).makespan == 4 + 4
+    for of in (simulate, compare):
+        with pytest.raises(ValueError, match="slices has costs of 2 slices, expected 4, one per slice"):
+            of(seq1f1b(2, 2, 4), costs)
+    with pytest.raises(ValueError, match="forward has 2 numbers, expected 1"):
+        simulate(seq1f1b(1, 1, 2), Costs(slices=[Costs(forward=[1, 2])] * 2))
+    with pytest.raises(ValueError, match="a plan and its bound take slices of equal costs"):
+        plan(2, 4, costs, slices=2)
+    with pytest.raises(TypeError, match=r"slices\[0\]"):
+        Costs(slices=[1, 2])
+    rows = compare_schedules(2, 2, [seq1f1b(2, 2, 2), "1f1b"], costs=costs)
+    assert [row.bound is None for row in rows.rows] == [row.name == "seq1f1b" for row in rows.rows]
+    shared = Costs(forward=8, slices=[Costs(forward=2, bytes=3), Costs(forward=6)]).per_rank(
+        seq1f1b(2, 2, 2, 2)
+    )
+    assert (shared.forward, [of.forward for of in shared.slices], shared.slices[0].bytes) == (4, [1, 3], 3)
+    assert "slice 1" in str(costs) and "3" in str(costs).splitlines()[-1]
+    per_stage = Costs(forward=[1, 2], slices=[Costs(forward=[1, 2]), Costs(forward=[3, 4])])
+    assert per_stage.of_stages([1, 0]).slices[1].forward == (4, 3)
+
+
+def compare(schedule, costs):
+    return compare_schedules(schedule.ranks, 2, [schedule], costs=costs)

@@ -9,7 +9,7 @@ import torch
 
 from ppfunc._checks import not_copied
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
-from ppfunc.schedule.costs import require_costs
+from ppfunc.schedule.costs import OF_A_STAGE, require_costs
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage.abstract.evaluation import without_values
 from ppfunc.stage.operators import flop_counter
@@ -81,13 +81,15 @@ class Shown:
     def costs(self, times: Costs | None = None) -> Costs:
         """Return the bytes of the stages of this process as costs of schedules, such as for ``plan``.
 
-        They are those of the first microbatch: what its forward keeps, the share of it that its input
-        gradient leaves for the weight gradient, its message; and of the parameters with their gradients.
+        They are the bytes of the first microbatch, or of each slice of the first sequence: what its forward
+        keeps, the share of it that its input gradient leaves for the weight gradient, its message; and of the
+        parameters with their gradients. A slice keeps the carry that it hands on, not the carry before.
 
         Args:
-            times: the costs that are completed, such as those that :func:`ppfunc.measure` returns.
+            times: the costs that are completed, such as those that :func:`ppfunc.measure` returns. Without
+                costs of each slice, every slice takes these times.
         """
-        return replace(require_costs(times), **costs_of(self._lowered, self.programs()))
+        return completed(require_costs(times), self._lowered, self.programs())
 
     def cost_analysis(self, counter: Callable[[], Any] | None = None) -> dict[int, Cost]:
         """Return floating point operations per rank, by the formulas of torch's flop counter; nothing runs.
@@ -209,11 +211,33 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram]) -> dict[str, dict[int, float]]:
+def completed(times: Costs, step: LoweredStep, programs: Mapping[Key, StageProgram]) -> Costs:
+    """Return costs with the bytes of stages, and of each slice; without programs none of residuals."""
+    times.fitting(slices=(k := step.schedule.slices))
+    if not k:
+        return replace(times, **costs_of(step, programs))
+    each = [costs_of(step, programs, n) for n in range(k)]
+    whole = replace(times, parameters=[sizes.pop("parameters") for sizes in each][0])
+    if programs:  # of all that a sequence keeps
+        kept = [(sizes["activation"], sizes["weight_share"]) for sizes in each]
+        parts = {s: sum(of[s] * share[s] for of, share in kept) for s in kept[0][0]}
+        shares = {s: part / (sum(of[s] for of, _ in kept) or 1) for s, part in parts.items()}
+        whole = replace(whole, weight_share=shares)
+    alike = replace(times, **{name: getattr(Costs, name) for name in OF_A_STAGE}, slices=())
+    return whole.in_slices([replace(times.slices[n] if times.slices else alike, **each[n]) for n in range(k)])
+
+
+def costs_of(
+    step: LoweredStep, programs: Mapping[Key, StageProgram], of_slice: int = 0
+) -> dict[str, Any]:
     """Return bytes, by cost and stage of the model: messages and parameters; with programs also residuals and
     checkpoints.
+
+    Args:
+        of_slice: number of the slice of a sequence whose bytes they are.
     """
-    lows = {low.model_stage: (key, low) for key, low in sorted(step.stages.items(), reverse=True)}
+    k, every = max(step.schedule.slices, 1), sorted(step.stages.items(), reverse=True)
+    lows = {low.model_stage: (key, low) for key, low in every if key[1] % k == of_slice}
     sizes: dict[str, dict[int, float]] = {
         "bytes": {
             s: sum(e.signature.nbytes for e in low.sinks[:1] if not e.shift)

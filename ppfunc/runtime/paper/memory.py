@@ -26,7 +26,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.program import Example, FlatProgram
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 
-from ..lowering.lower import LoweredStage, LoweredStep
+from ..lowering.lower import NOWHERE, LoweredStage, LoweredStep, slices
 from ..ports.protocols import (
     Among,
     Axes,
@@ -109,7 +109,8 @@ def _running(ledger: Ledger, devices: Iterable[torch.device]) -> Iterator[None]:
 def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
     """Count the bytes that a forward keeps of one microbatch, and that its input gradient leaves for W.
 
-    Parameters, extras and the cotangents of the loss are not counted.
+    Parameters, extras and the cotangents of the loss are not counted. Of slices, the carry that a forward
+    hands on is counted, and the carry that it takes is not: the slice before has counted it.
     """
     ledger = Ledger(low.device)
     flat = _on_paper(program.flat, ledger)
@@ -117,13 +118,18 @@ def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
         params, x, extras = Example.of(low.call.example, low.device).make()
         gy = cotangents_of(low)
         with ledger:
-            ledger.mark("params", (*params, *extras, *gy))
+            before = [t for edge, place in slices(low.sources) if edge.shift for t in x[place]]
+            ledger.mark("params", (*params, *extras, *gy, *before))
             given = ledger.live
-            ledger.mark("residuals", x)
+            ledger.mark("residuals", [t for e, place in slices(low.sources) if not e.shift for t in x[place]])
             arguments = [x]
             del x
-            held = [flat.forward(params, arguments.pop(), extras)[1]]
+            y, saved = flat.forward(params, arguments.pop(), extras)
+            places = [place for edge, place in slices(low.sinks) if edge.shift and edge.stage != NOWHERE]
+            held, after = [saved], [y[place] for place in places]
+            del y, saved
             kept = ledger.live - given
+            del after
             rest = flat.backward_input(held.pop(), gy)[1:]
             return kept, ledger.live - given if rest else 0
 

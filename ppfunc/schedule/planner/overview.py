@@ -3,7 +3,7 @@ to the bound.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple
@@ -276,9 +276,8 @@ def _figures(schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFi
     ]
     memory = max(map(add, timeline.peak_activations, held))
     model = {schedule.model_stages[s]: s for s in range(schedule.stages)}
-    activation = (
-        max(schedule.slices, 1) * sum(costs.of("activation", s) for s in model.values()) / schedule.ranks
-    )
+    parts = [costs.of_slice(n) for n in range(schedule.slices)] or [costs]
+    activation = sum(of.of("activation", s) for of in parts for s in model.values()) / schedule.ranks
     size = {stage: costs.of("parameters", s) for stage, s in model.items()}
     size = size if any(size.values()) else dict.fromkeys(size, 1)
     parameters = max(
@@ -307,10 +306,12 @@ def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Numb
     """Return the least makespan of any order of the placement of a schedule.
 
     Returns:
-        The bound; None for several chains, for overlapped pairs with own costs, and without backwards.
+        The bound; None for several chains, for overlapped pairs with own costs, without backwards, and for
+        slices of unlike costs.
     """
     paired = Op.OVERLAP_F_B in schedule.ops and costs.overlapped is not None
-    if len(schedule.chains) > 1 or paired or schedule.forward_only:
+    unlike = schedule.slices and costs.slices
+    if len(schedule.chains) > 1 or paired or schedule.forward_only or unlike:
         return None
     if schedule.ops & RESIDUAL_OPS:
         cap = None  # which bounds what is kept
@@ -321,7 +322,7 @@ def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Numb
     ]
     inputs = [min(i, whole) for i, _, whole in parts]
     weights = [min(w, whole - i) for i, (_, w, whole) in zip(inputs, parts, strict=True)]
-    least = replace(costs, backward_input=inputs, backward_weight=weights)
+    least = replace(costs, backward_input=inputs, backward_weight=weights, slices=())
     return lower_bound(least, schedule.placement, schedule.microbatches, cap, "makespan").value
 
 
@@ -332,17 +333,17 @@ def fitted(costs: Costs, schedule: Schedule) -> Costs:
         ValueError: costs for another number of stages.
     """
     model = len(set(schedule.model_stages))
-    lengths = {len(value) for value in vars(costs).values() if isinstance(value, Sequence)}
+    lengths = {len(value) for value in costs.per_stage.values() if isinstance(value, Sequence)}
     if schedule.replicas and lengths == {model}:
         return costs.of_stages(schedule.model_stages)
-    return costs.fitting(schedule.stages)
+    return costs.fitting(schedule.stages, schedule.slices)
 
 
 def _costs_of(schedule: Schedule, costs: Costs) -> Costs:
     """Return the costs of the stages of ``schedule``; a number for all stages is for a rank's share."""
-    per_stage = any(isinstance(value, Sequence | Mapping) for value in vars(costs).values())
-    if per_stage and schedule.slices > 1:
+    if costs.per_stage and schedule.slices > 1 and not costs.slices:
         raise ValueError(
-            "costs are given per stage, but slices share costs of a rank: give one number for all"
+            "costs are given per stage, but slices share costs of a rank: give one number for all, or costs"
+            " of each slice, Costs(slices=[...])"
         )
-    return fitted(costs, schedule) if per_stage else costs.per_rank(schedule)
+    return fitted(costs, schedule) if costs.per_stage else costs.per_rank(schedule)

@@ -184,7 +184,7 @@ def chunk_counts(
         raise ValueError(
             f"placement is {placement!r}, expected 'loop', 'v', 'any' or the rank of every stage"
         )
-    values = vars(costs).values()
+    values = costs.per_stage.values()
     sizes = {len(value) for value in values if isinstance(value, Sequence)}
     if chunks is not None:
         counts = list(chunks) if isinstance(chunks, Sequence) and not isinstance(chunks, str) else [chunks]
@@ -199,7 +199,7 @@ def chunk_counts(
         raise ValueError("chunks names no number, expected one or several, such as range(1, 5)")
     for v in counts:
         require_counts(chunks=v)
-    if len(counts) > 1 and any(isinstance(value, Sequence | Mapping) for value in values):
+    if len(counts) > 1 and values:
         raise ValueError("costs are given per stage, but chunks allows several numbers of stages: name one")
     return counts
 

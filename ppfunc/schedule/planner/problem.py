@@ -158,6 +158,11 @@ def problem_of(
     if objective not in get_args(Objective):
         raise ValueError(f"objective is {objective!r}, expected 'makespan' or 'span'")
     costs = require_costs(costs).fitting(len(place))
+    if costs.slices:
+        raise ValueError(
+            "costs have slices, but a plan and its bound take slices of equal costs: cut them by cost, see"
+            " slice_lengths, and leave slices out"
+        )
     (forward, backward, weight, down, up, again, out, back), ticks = _times(costs, place)
     held, kept, stub, caps = _memory(costs, place, microbatches, cap)
     times = forward, backward, weight, down, up

@@ -150,7 +150,7 @@ def earliest(schedule: Schedule, costs: Costs, ops: Set[Op] = COMPUTE) -> Earlie
     ready = list(range(schedule.ranks - 1, -1, -1))
     runs = []
     for rank, program in enumerate(schedule.programs):
-        work = _work(program, ops, kinds, costs)
+        work = _work(program, ops, kinds, costs, _unlike(schedule, costs))
         copied = {(parts[0][1], m): length for m, (op, parts, length, *_) in work if op is Op.OFFLOAD}
         beside = None if ops <= COMPUTE else _Beside(rank, copied)
         runs.append(_run(rank, work, beside, times.starts[rank], times.ends[rank], ready))
@@ -213,38 +213,57 @@ def _kinds(
     schedule: Schedule, flow: Dataflow, lines: Mapping[int, Line], costs: Costs, ops: Set[Op]
 ) -> dict[tuple[Any, ...], TimedOp]:
     """Time the kinds of instruction that occur, by op and stage, pairs excepted."""
-    home, kinds = schedule.placement, {}
-    for stage in range(schedule.stages):
-        for op in schedule.ops & ops - {Op.OVERLAP_F_B}:
-            made = flow.output(stage, 0) + KINDS[op].product
-            reads = tuple(
-                (lines[value + 2 * shift], 0, costs.message_of(origin) if home[origin] != home[stage] else 0)
-                for value, origin, shift in flow.needs.get((op, stage), ())
-            )
-            products: tuple[tuple[Line, int], ...] = ((lines[made], 0),) if KINDS[op].makes else ()
-            if products and schedule.slices > 1:
-                shift = 1 if op is Op.F else -1
-                products += ((lines[made - 2 * shift], shift),)
-            kinds[op, stage] = TimedOp(op, ((op, stage, 0),), costs.time_of(op, stage), reads, products)
+    home, kinds, every = schedule.placement, {}, schedule.ops & ops - {Op.OVERLAP_F_B}
+    for stage, op, n in product(range(schedule.stages), every, range(_unlike(schedule, costs))):
+        of = costs.of_slice(n) if KINDS[op].microbatch and schedule.slices else costs
+        made = flow.output(stage, 0) + KINDS[op].product
+        reads = tuple(
+            (lines[value + 2 * shift], 0, of.message_of(origin) if home[origin] != home[stage] else 0)
+            for value, origin, shift in flow.needs.get((op, stage), ())
+        )
+        products: tuple[tuple[Line, int], ...] = ((lines[made], 0),) if KINDS[op].makes else ()
+        if products and schedule.slices > 1:
+            shift = 1 if op is Op.F else -1
+            products += ((lines[made - 2 * shift], shift),)
+        kinds[op, stage, n] = TimedOp(op, ((op, stage, 0),), of.time_of(op, stage), reads, products)
     return kinds
 
 
-def _work(program: Program, ops: Set[Op], kinds: dict[tuple[Any, ...], TimedOp], costs: Costs) -> list[Work]:
-    """List the instructions of a rank that have a cost, adding kinds of pairs as they are met."""
+def _unlike(schedule: Schedule, costs: Costs) -> int:
+    """Return the number of slices of a sequence that have costs of their own."""
+    return max(1, len(costs.fitting(slices=schedule.slices).slices)) if schedule.slices else 1
+
+
+def _work(
+    program: Program, ops: Set[Op], kinds: dict[tuple[Any, ...], TimedOp], costs: Costs, slices: int
+) -> list[Work]:
+    """List the instructions of a rank that have a cost, adding kinds of pairs as they are met.
+
+    Args:
+        slices: number of slices of a sequence that have kinds of their own.
+    """
+    of_slices = costs.slices[:slices] or (costs,)
 
     def of_pair(forward: Instruction, backward: Instruction) -> TimedOp:
-        distance = microbatch_of(backward) - microbatch_of(forward)
-        key = (*forward[:2], *backward[:2], distance)
+        m, distance = microbatch_of(forward), microbatch_of(backward) - microbatch_of(forward)
+        first, second = (*forward[:2], m % slices), (*backward[:2], (m + distance) % slices)
+        key = (*first, *second, distance)
         if key not in kinds:
-            one, other = kinds[forward[:2]], kinds[backward[:2]]
+            one, other = kinds[first], kinds[second]
             inputs = (*one.inputs, *((line, distance, late) for line, _, late in other.inputs))
             products = (*one.products, *((line, distance + shift) for line, shift in other.products))
             parts = (*one.parts, (*other.parts[0][:2], distance))
-            length = costs.pair_of(forward.stage, backward.stage, backward.op is Op.B)
+            own = of_slices[m % slices].of("overlapped", forward.stage)
+            length = one.length + other.length if own is None else own
             kinds[key] = TimedOp(Op.OVERLAP_F_B, parts, length, inputs, products)
         return kinds[key]
 
-    return [(i[2], of_pair(*i[5]) if i[5] else kinds[i[:2]]) for step in program for i in step if i[0] in ops]
+    return [
+        (i[2], of_pair(*i[5]) if i[5] else kinds[i[0], i[1], (i[2] or 0) % slices])
+        for step in program
+        for i in step
+        if i[0] in ops
+    ]
 
 
 def _stuck(
@@ -369,19 +388,27 @@ class Timeline:
         A message lasts until its receiver has waited for it, so the shortest is the nearest to its latency.
         Where a schedule has no I and W apart, each is half of B; memory is that of the default costs. What a
         measured OFFLOAD or FETCH takes is not known: the copies run beside compute, and only waits are seen.
+        Slices have costs of their own, and whole sequences their sums.
         """
+        whole, slices = self._costs(None), range(self.schedule.slices)
+        return whole.in_slices([self._costs(n) for n in slices]) if slices else whole
+
+    def _costs(self, of_slice: int | None) -> Costs:
         from statistics import median  # here, because it loads slowly
 
+        k, whole = self.schedule.slices, of_slice is None
         times: dict[tuple[Op, int], list[Time]] = {}
         for row in self.rows():
             for instruction, start, end in row:
-                times.setdefault((instruction.op, instruction.stage), []).append(end - start)
+                m = instruction.microbatch
+                if whole or (m is not None and m % k == of_slice):
+                    times.setdefault((instruction.op, instruction.stage), []).append(end - start)
 
         def of(op: Op) -> tuple[Time, ...]:
             return tuple(median(times.get((op, stage), [0])) for stage in range(self.schedule.stages))
 
-        whole, halves = of(Op.B), [of(Op.I), of(Op.W)]
-        for stage, time in enumerate(whole):
+        both, halves = of(Op.B), [of(Op.I), of(Op.W)]
+        for stage, time in enumerate(both):
             if time and not halves[0][stage]:
                 halves = [(*half[:stage], time / 2, *half[stage + 1 :]) for half in halves]
         sent = tuple(
@@ -390,10 +417,11 @@ class Timeline:
         )
         overlapped = of(Op.OVERLAP_F_B) if Op.OVERLAP_F_B in self.schedule.ops else None
         together = [i + w for i, w in zip(*halves, strict=True)]
-        backward = tuple(b or both for b, both in zip(whole, together, strict=True))
+        backward = tuple(b or parts for b, parts in zip(both, together, strict=True))
         inputs, weights = halves
-        unseen = MOVES if self.measured else set()
-        rest = {op.lower(): of(op) for op in _COUNTED & self.schedule.ops - unseen if not KINDS[op].cost}
+        seen = {op for op in _COUNTED & self.schedule.ops if whole or KINDS[op].microbatch}
+        seen -= MOVES if self.measured else set()
+        rest = {op.lower(): of(op) for op in seen if not KINDS[op].cost}
         whole_apart = None if list(backward) == together else backward
         return Costs(of(Op.F), inputs, weights, whole_apart, overlapped, communication=sent, **rest)
 
@@ -424,7 +452,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     (33, (9, 9, 9, 9), (4, 3, 2, 1))
     """
     require_schedule(schedule)
-    costs = require_costs(costs).fitting(schedule.stages)
+    costs = require_costs(costs).fitting(schedule.stages, schedule.slices)
     times = earliest(schedule, costs, _COUNTED & schedule.ops)
     return timeline_of(schedule, *_all_instructions(schedule, costs, times), costs)
 
@@ -451,7 +479,7 @@ def timeline_of(
         ValueError: the number of times is not that of the instructions.
     """
     require_schedule(schedule)
-    costs = require_costs(costs).fitting(schedule.stages)
+    costs = require_costs(costs).fitting(schedule.stages, schedule.slices)
     for name, rows in (("starts", starts), ("ends", ends)):
         require_type(name, rows, Sequence, f"{schedule.ranks} rows of times, one per rank")
         if len(rows) != schedule.ranks:
@@ -497,15 +525,16 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     held during its F and from the start of its RECOMPUTE, its checkpoint in between.
     """
     require_schedule(schedule)
-    costs = require_costs(costs)
+    costs, slices = require_costs(costs), _unlike(schedule, require_costs(costs))
     names = ("activation", "weight_share", "checkpoint")
     peaks = []
     for rank in range(schedule.ranks):
         # Equal sizes are counted together and only then multiplied, so that floats do not drift.
-        sizes: dict[tuple[Number, ...], set[int]] = {}
-        for stage in schedule.stages_of(rank):
-            sizes.setdefault(tuple(costs.of(name, stage) for name in names), set()).add(stage)
-        states = set(zip(*(held(schedule, rank, stages) for stages in sizes.values()), strict=True))
+        sizes: dict[tuple[Number, ...], set[tuple[int, int]]] = {}
+        for stage, n in product(schedule.stages_of(rank), range(slices)):
+            of = costs.of_slice(n) if schedule.slices else costs
+            sizes.setdefault(tuple(of.of(name, stage) for name in names), set()).add((stage, n))
+        states = set(zip(*(held(schedule, rank, places, slices) for places in sizes.values()), strict=True))
         memory = (
             sum(
                 size * (whole + share * shares) + checkpoint * checkpoints
@@ -520,8 +549,14 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
 HOLDING = frozenset(op for op, kind in KINDS.items() if kind.held != (0, 0))
 
 
-def held(schedule: Schedule, rank: int, stages: Container[int]) -> Iterator[tuple[int, int, int]]:
+def held(
+    schedule: Schedule, rank: int, places: Container[tuple[int, int]], slices: int = 1
+) -> Iterator[tuple[int, int, int]]:
     """Count the activations held for backwards of some stages, while each instruction runs that changes them.
+
+    Args:
+        places: pairs of stages and slices.
+        slices: number of slices of a sequence that are told apart.
 
     Yields:
         The numbers of whole activations, of shares that wait for W, and of checkpoints.
@@ -540,7 +575,9 @@ def held(schedule: Schedule, rank: int, stages: Container[int]) -> Iterator[tupl
     again = schedule.recomputed
     nothing = (0, 0, 0), (0, 0, 0)
     parts = (part for part in elementary(schedule.programs[rank]) if part[0] in HOLDING)
-    rows = [changes[p[0], p[1:3] in again] if p[1] in stages else nothing for p in parts]
+    rows = [
+        changes[p[0], p[1:3] in again] if (p[1], (p[2] or 0) % slices) in places else nothing for p in parts
+    ]
     columns = zip(*(zip(*column, strict=True) for column in zip(*rows, strict=True)), strict=True)
     return zip(
         *(map(add, accumulate(lasting, initial=0), during) for lasting, during in columns), strict=False
@@ -556,12 +593,15 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
     if schedule.ops <= COMPUTE:
         return times.starts, times.ends
     flow = Dataflow(schedule)
-    # Per end of a message: by microbatch, when its value is there, and how long it takes.
-    carried: dict[object, tuple[Mapping[Any, Time], Time]] = {}
-    nothing: tuple[Mapping[Any, Time], Time] = {}, 0
+    slices = _unlike(schedule, costs)
+    # Per end of a message: by microbatch, when its value is there; and by slice, how long it takes.
+    carried: dict[object, tuple[Mapping[Any, Time], Sequence[Time]]] = {}
+    nothing: tuple[Mapping[Any, Time], Sequence[Time]] = {}, ()
     for end, route in flow.routes.items():
         value = route.first // schedule.stages
-        carried[end] = (times.done.get(value, {}), costs.message_of(flow.place(value)[0]))
+        of = [costs.of_slice(n) if schedule.slices else costs for n in range(slices)]
+        latencies = [each.message_of(flow.place(value)[0]) for each in of]
+        carried[end] = times.done.get(value, {}), latencies
     starts: list[list[Time]] = [[] for _ in schedule.programs]
     ends: list[list[Time]] = [[] for _ in schedule.programs]
     for rank, program in enumerate(schedule.programs):
@@ -570,18 +610,18 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
         now: Time = 0
         for step, instructions in enumerate(program):
             for place, instruction in enumerate(instructions):
-                op, stage, microbatch, peer, _, _ = instruction
+                op, stage, _, peer, _, _ = instruction
                 if op in _COUNTED:
                     first, last = next(timed)
                     now = now if op in BESIDE else max(now, last)
                 elif op in COMMUNICATION:
-                    made, delay = carried.get((op, stage, peer), nothing)
-                    if microbatch not in made:
+                    made, delays = carried.get((op, stage, peer), nothing)
+                    if (microbatch := microbatch_of(instruction)) not in made:
                         raise schedule_error(
                             schedule, rank, (step, place), "nothing computes what this message carries"
                         )
                     first = made[microbatch]
-                    last = first + delay
+                    last = first + delays[microbatch % slices]
                 else:
                     first = last = now
                 note_start(first)
