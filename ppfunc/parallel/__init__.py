@@ -12,6 +12,7 @@ if TYPE_CHECKING:
         partition_balanced as partition_balanced,
         partition_layers as partition_layers,
         partition_uniform as partition_uniform,
+        slice_lengths as slice_lengths,
     )
     from .topology import (
         Placement as Placement,
@@ -30,6 +31,7 @@ else:
         {
             "partition": (
                 "Partition count_stages effective_loads partition_balanced partition_layers partition_uniform"
+                " slice_lengths"
             ),
             "topology": "Placement Topology default_grid explicit loop place prime_factors stages_of v_shape",
         },

@@ -21,6 +21,7 @@ from ppfunc.parallel import (
     partition_balanced,
     partition_layers,
     partition_uniform,
+    slice_lengths,
 )
 from tests.clock import busy
 
@@ -276,3 +277,37 @@ ASCENDING = "expected whole numbers that ascend from 0 to the number of layers"
 def test_errors_say_what_is_valid(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.fractions(0, 3), st.integers(1, 3))
+def test_the_dearest_slice_costs_the_least(parts, slices, attention, multiple):
+    tokens = parts * multiple
+    if parts < slices:
+        with pytest.raises(ValueError, match="layers|empty"):
+            slice_lengths(tokens, slices, attention, multiple=multiple)
+        return
+
+    def dearest(lengths):
+        starts = itertools.accumulate(lengths, initial=0)
+        return max(
+            n + attention * n * (past + Fraction(n, 2)) for past, n in zip(starts, lengths, strict=False)
+        )
+
+    cuts = (
+        [b - a for a, b in itertools.pairwise((0, *inner, tokens))]
+        for inner in itertools.combinations(range(multiple, tokens, multiple), slices - 1)
+    )
+    found = slice_lengths(tokens, slices, attention, multiple=multiple)
+    assert sum(found) == tokens and not any(n % multiple for n in found)
+    assert dearest(found) == min(map(dearest, cuts))
+
+
+def test_slices_of_equal_tokens_where_attention_costs_nothing_and_what_is_refused():
+    assert slice_lengths(1024, 4) == (256,) * 4 and slice_lengths(7, 1, 2) == (7,)
+    for bad, reason in (
+        ((10, 2, 0, 4), "multiple of 4"),
+        ((10, 2, -1, 1), "attention"),
+        ((0, 1, 0, 1), "tokens"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            slice_lengths(*bad[:3], multiple=bad[3])

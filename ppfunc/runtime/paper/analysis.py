@@ -212,7 +212,7 @@ def _ranges(numbers: list[int]) -> str:
 
 
 def completed(times: Costs, step: LoweredStep, programs: Mapping[Key, StageProgram]) -> Costs:
-    """Return costs with the bytes of stages, and of each slice; without programs none of residuals."""
+    """Return costs with the bytes of stages, and of each slice: with programs, of residuals too."""
     times.fitting(slices=(k := step.schedule.slices))
     if not k:
         return replace(times, **costs_of(step, programs))

@@ -594,7 +594,8 @@ def microbatch(
     Args:
         batch: a tree of tensors with the same size of axis 0; others are :func:`replicated`.
         microbatches: ``m``, at least 1, which must divide that size.
-        slices: number of equal slices of a sequence, or their lengths; by default none are cut.
+        slices: number of equal slices of a sequence, or their lengths, such as
+            :func:`ppfunc.parallel.slice_lengths` returns; by default none are cut.
         axis: axis of the tokens, along which slices are cut, from 1.
 
     Raises:

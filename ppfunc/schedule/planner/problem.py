@@ -160,8 +160,8 @@ def problem_of(
     costs = require_costs(costs).fitting(len(place))
     if costs.slices:
         raise ValueError(
-            "costs have slices, but a plan and its bound take slices of equal costs: cut them by cost, see"
-            " slice_lengths, and leave slices out"
+            "costs have slices, but a plan and its bound take slices of equal costs: cut them by cost, by"
+            " ppfunc.parallel.slice_lengths, and leave slices out"
         )
     (forward, backward, weight, down, up, again, out, back), ticks = _times(costs, place)
     held, kept, stub, caps = _memory(costs, place, microbatches, cap)
