@@ -230,8 +230,7 @@ class Costs:
                 )
         stages = len(set(schedule.model_stages))
         parts = {
-            name: (1 if name in cut else stages) * (1 if name in OF_A_STAGE else slices)
-            for name in shared
+            name: (1 if name in cut else stages) * (1 if name in OF_A_STAGE else slices) for name in shared
         }
         whole = {name: 1 if name in cut else schedule.ranks for name in shared}
         portions = {name: portion(value, whole[name], parts[name]) for name, value in shared.items()}

@@ -217,7 +217,8 @@ def completed(times: Costs, step: LoweredStep, programs: Mapping[Key, StageProgr
     if not k:
         return replace(times, **costs_of(step, programs))
     each = [costs_of(step, programs, n) for n in range(k)]
-    whole = replace(times, parameters=[sizes.pop("parameters") for sizes in each][0])
+    parameters = [sizes.pop("parameters") for sizes in each]  # as many for every slice
+    whole = replace(times, parameters=parameters[0])
     if programs:  # of all that a sequence keeps
         kept = [(sizes["activation"], sizes["weight_share"]) for sizes in each]
         parts = {s: sum(of[s] * share[s] for of, share in kept) for s in kept[0][0]}
@@ -227,9 +228,7 @@ def completed(times: Costs, step: LoweredStep, programs: Mapping[Key, StageProgr
     return whole.in_slices([replace(times.slices[n] if times.slices else alike, **each[n]) for n in range(k)])
 
 
-def costs_of(
-    step: LoweredStep, programs: Mapping[Key, StageProgram], of_slice: int = 0
-) -> dict[str, Any]:
+def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram], of_slice: int = 0) -> dict[str, Any]:
     """Return bytes, by cost and stage of the model: messages and parameters; with programs also residuals and
     checkpoints.
 
