@@ -56,6 +56,13 @@ def test_bubble_and_peak_are_the_closed_forms(ranks, sequences, slices):
         assert simulate(apart).makespan == 3 * m + ranks - 1
 
 
+def test_labels_stay_legible_in_every_shade():
+    picture = to_svg(seq1f1b(2, 2, 8, 4))
+    faded = {float(value) for value in re.findall(r'fill-opacity="([\d.]+)"', picture)}
+    assert min(faded) >= 0.45 and len(faded) > 20
+    assert min(map(float, re.findall(r'fill-opacity="([\d.]+)"', to_svg(seq1f1b(2, 2, 8))))) == 0.45
+
+
 @pytest.mark.parametrize("build", [seq1f1b, seq_zb])
 @pytest.mark.parametrize("ranks, sequences, slices", SIZES)
 @pytest.mark.parametrize("chunks", [2, 3])

@@ -194,16 +194,25 @@ def _swatches(schedule: Schedule, rows: list[list[Bar]], timed: Set[Op]) -> Iter
             yield rect(op.value, 0, 0, 14, 14, 'rx="2"'), 14, kind.label
     if any(i.parts for i in seen):
         yield rect("F", 0, 0, 14, 7) + rect("B", 0, 7, 14, 7), 14, "overlapped pair"
-    chunks = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks))
+    chunks, least = max(len(schedule.stages_of(rank)) for rank in range(schedule.ranks)), _least(schedule)
     for shades, things in ((chunks, "stages of a rank"), (schedule.slices, "slices of a sequence")):
         if shades > 1:
-            strengths = (f'fill-opacity="{number(_strength(n, shades))}"' for n in range(shades))
+            strengths = (f'fill-opacity="{number(_strength(n, shades, least))}"' for n in range(shades))
             swatch = "".join(rect("F", 14 * n, 0, 14, 14, strength) for n, strength in enumerate(strengths))
             yield swatch, 14 * shades, f"the {shades} {things}, in order"
 
 
-def _strength(shade: int, shades: int) -> float:
-    return 1.0 if shades == 1 else 1 - 0.55 * shade / (shades - 1)
+_PALEST = 0.45  # on which a label can be read
+
+
+def _least(schedule: Schedule) -> float:
+    """Return the opacity of the last shade; shades of stages and of slices are multiplied."""
+    several = schedule.stages > schedule.ranks and schedule.slices > 1
+    return _PALEST**0.5 if several else _PALEST
+
+
+def _strength(shade: int, shades: int, least: float) -> float:
+    return 1.0 if shades == 1 else 1 - (1 - least) * shade / (shades - 1)
 
 
 def _axis(scale: _Scale, makespan: float, ranks: int, unit: str) -> Iterator[str]:
@@ -230,15 +239,15 @@ def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
 
 def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered: Set[Op]) -> Iterator[str]:
     order = {stage: n for n, stage in enumerate(schedule.stages_of(rank))}
+    slices, least = max(schedule.slices, 1), _least(schedule)
     for bar in row:
         instruction, start, end = bar
         parts, width = parts_of(instruction), scale.bar_width(bar)
         height = scale.bar / len(parts)
         tip = f"<title>{instruction} on rank {rank}, {short(start)} to {short(end)}</title>"
         for n, part in enumerate(parts):
-            strength = _strength(order.get(part.stage, 0), max(len(order), 1))
-            slices = max(schedule.slices, 1)
-            strength *= _strength((part.microbatch or 0) % slices, slices)
+            strength = _strength(order.get(part.stage, 0), max(len(order), 1), least)
+            strength *= _strength((part.microbatch or 0) % slices, slices, least)
             y = scale.y(rank) + 2 + n * height
             faded = "" if strength == 1 else f'fill-opacity="{number(strength)}"'
             drawn = height - 0.6 if n + 1 < len(parts) else height
