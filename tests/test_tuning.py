@@ -8,6 +8,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from math import inf
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ppfunc as pp
 from ppfunc.tuning import tune as tuning
-from ppfunc.tuning.stages import MICROBATCHES, concurrency_of, rows_of, seconds_of, times_of
+from ppfunc.tuning.stages import MICROBATCHES, batch_of, concurrency_of, rows_of, seconds_of, times_of
 from tests.builders import BUILDERS
 from tests.models import BatchNormed, squared
+from tests.splitter import test_slices as causal
 
 D, ROWS = 16, 8
 SPEEDS = (1e9, 1e9)
@@ -395,3 +397,79 @@ def test_what_batch_norms_refuse_is_refused_by_name():
     ):
         with pytest.raises((ValueError, pp.StageError), match=message):
             pp.tune(**given | options, batch=ROWS)
+
+
+def sliced(**options):
+    """Arguments of a search of a causal model, whose cache is the carry of slices."""
+    ids, targets = causal.batch()
+    given = {
+        "model": causal.Causal(),
+        "args": ids,
+        "targets": targets,
+        "loss_fn": causal.loss_fn,
+        "top": 1000,
+    }
+    given |= {"schedules": ["1f1b", "seq1f1b", "seq_zb"], "slices": [1, 2, 4], "grids": [(2, 1), (1, 2)]}
+    return arguments(**given | {"microbatch": [1], "remat": ["none"], "shard": ["none"]} | options)
+
+
+def test_slices_are_tried_as_trainers_run_them():
+    found = pp.tune(**sliced(effort=0.01, bandwidth=1e12))
+    assert not found.refused
+    names = {(row.schedule.name, row.choice.pipe, row.choice.slices) for row in found.rows}
+    assert names - {("plan", 2, k) for k in (1, 2, 4)} == (
+        {("1f1b", p, 1) for p in (1, 2)}
+        | {("seq1f1b", p, k) for p in (1, 2) for k in (2, 4)}
+        | {("seq_zb", 2, k) for k in (2, 4)}
+    )
+    ids, targets = causal.batch()
+    for row in found.rows:
+        _, d, _, b, _, _, k = row.choice
+        if d == 1 and k > 1:
+            assert f"microbatches of {b} in {k} slices" in str(row)
+            trainer, n = row.make(), row.schedule.sequences
+            batch = [pp.microbatch(part, n, slices=k) for part in (ids, targets)]
+            parts = pp.split(causal.Causal(), ids[:b], at=row.at, slices=k)
+            memory = trainer.lower(parts.params, *batch).memory_analysis()
+            assert row.peaks == tuple(memory[rank].peak for rank in range(2))
+            _, metrics = trainer.step(trainer.init(parts.params), *batch)
+            torch.testing.assert_close(metrics.loss, causal.loss_fn(causal.Causal()(ids), targets).detach())
+    peak = {name: min(max(r.peaks) for r in found.rows if r.schedule.name == name) for name, *_ in names}
+    assert peak["seq1f1b"] < peak["1f1b"]
+
+
+def test_costs_of_slices_add_up_to_the_microbatch():
+    ids, targets = (rows_of(part, MICROBATCHES) for part in causal.batch())
+
+    def costs(slices, speeds):
+        parts = pp.split(causal.Causal(), ids[:1], at=2, slices=slices if slices > 1 else None)
+        batch = [batch_of(part, MICROBATCHES, MICROBATCHES, slices) for part in (ids, targets)]
+        return times_of(
+            lambda parts, schedule: pp.Trainer(parts, causal.loss_fn, schedule, pp.optim.adamw(0.1)),
+            parts, batch, speeds, slices=slices,
+        )  # fmt: skip
+
+    whole, quarter = (costs(k, (1e9, inf)) for k in (1, 4))  # operations alone
+    for name in ("forward", "backward"):
+        for stage in range(2):
+            assert 4 * quarter.of(name, stage) == pytest.approx(whole.of(name, stage), rel=0.35)
+    assert min(costs(4, None).forward) > 0
+
+
+def test_slices_that_cannot_be_are_refused_by_name():
+    found = pp.tune(**sliced(slices=[1, 5], schedules=["1f1b", "seq1f1b"]))
+    assert {row.choice.slices for row in found.rows} == {1}
+    assert list(found.refused) == ["seq1f1b of 2 ranks, 5 slices", "seq1f1b of 1 x 2 ranks, 5 slices"]
+    assert "slices: got 5 and 12 tokens" in found.refused["seq1f1b of 2 ranks, 5 slices"]
+    for options, told in (
+        (
+            {"slices": [2], "schedules": ["1f1b"]},
+            r"slices: got 2, and schedules \['1f1b'\], none of which has",
+        ),
+        ({"slices": [1], "schedules": ["seq_zb"]}, r"slices: got 1, and schedules \['seq_zb'\], none of"),
+        ({"slices": 2}, "slices: got 2 of type int, expected a nonempty list of numbers of slices"),
+        ({"slices": [0]}, "slices = 0, expected an integer of at least 1"),
+        ({"slices": [2], "model": model_of(), "args": torch.randn(4, D)}, "whose forward takes none of"),
+    ):
+        with pytest.raises((ValueError, TypeError, pp.StageError), match=told):
+            pp.tune(**sliced(**options))

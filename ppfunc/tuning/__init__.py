@@ -1,7 +1,7 @@
 """Choose how to train a model: the grid, cuts, schedule, microbatch, rematerialisation and shards that fit::
 
 tune.py         tune: what is searched; its rows, ranked: their text, JSON and picture
-                Choice: grid, microbatch, rematerialisation and shards; Row.make is the trainer
+                Choice: grid, microbatch, slices, rematerialisation and shards; Row.make is the trainer
                 Configurations: the search, each candidate only as exactly as needed
   stages.py     the model in stages, whole or over the tensor ranks that the user lays it over; their seconds
                 and bytes, measured here or counted over given speeds

@@ -4,7 +4,7 @@ They are measured in this process, or counted over given speeds.
 """
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Module
 
 from ppfunc._checks import shown
+from ppfunc.runtime import microbatch
 from ppfunc.runtime.lowering.stage_programs import StageCall
 from ppfunc.schedule import (
     Costs,
@@ -27,6 +28,7 @@ from ppfunc.schedule import (
     gpipe,
     looped_bfs,
     place_communication,
+    seq1f1b,
     simulate,
     split_backward,
 )
@@ -63,23 +65,24 @@ class Cuts:
         # Torch caches what DTensors do by the names of axes, also over groups that are gone.
         self.axis = f"tensor ranks of search {uuid4()}"
 
-    def split(self, stages: int | None, tensor: int) -> Split:
+    def split(self, stages: int | None, tensor: int, slices: int) -> Split:
         """Split into ``stages`` stages, or as few as possible, whole or over tensor ranks on paper."""
         given = self._given
-        parts = given if isinstance(given, Split) else self._cut(given, stages or 1)
+        parts = given if isinstance(given, Split) else self._cut(given, stages or 1, slices)
         if stages not in (None, len(parts.stages)):
             raise ValueError(f"{stages} stages, and the model was split into {len(parts.stages)}")
-        return parts if tensor == 1 else self._cut(self._on_paper(tensor), parts.at)
+        return parts if tensor == 1 else self._cut(self._on_paper(tensor), parts.at, slices)
 
-    def laid_over(self, axis: DeviceMesh, at: tuple[str, ...]) -> Split:
+    def laid_over(self, axis: DeviceMesh, at: tuple[str, ...], slices: int) -> Split:
         """Split the model over an axis of a mesh, all ranks of which call this."""
-        return self._cut(self._laid(axis), at)
+        return self._cut(self._laid(axis), at, slices)
 
-    def _cut(self, model: Module, at: int | tuple[str, ...]) -> Split:
+    def _cut(self, model: Module, at: int | tuple[str, ...], slices: int) -> Split:
         failed: list[Exception] = []
         for rows in self._sizes:
             try:
-                return split(model, rows_of(self._args, rows), at=at)
+                args = rows_of(self._args, rows)
+                return split(model, args, at=at, slices=slices if slices > 1 else None)
             except (ValueError, StageError) as error:
                 failed.append(error)
         raise failed[0]
@@ -128,6 +131,12 @@ def rows_of(tree: Any, rows: int) -> Any:
     return tree_map(taken, tree)
 
 
+def batch_of(tree: Any, rows: int, sequences: int, slices: int) -> Any:
+    """Make a batch of ``rows`` rows, with several slices cut into the slices of the sequences."""
+    batch = rows_of(tree, rows)
+    return microbatch(batch, sequences, slices=slices) if slices > 1 and tree_leaves(tree) else batch
+
+
 MICROBATCHES = 3  # of a step that is timed: most of them add to sums of gradients, as in a step of many
 _STEPS = 7  # that are measured
 _TIMED = ("forward", "backward_input", "backward_weight", "step")
@@ -149,9 +158,10 @@ def _timed(step: Callable[[], Any]) -> dict[str, tuple[float, ...]]:
 def times_of(
     make: Callable[[Split, Schedule], Trainer],
     parts: Split,
-    batch: tuple[Any, Any],
+    batch: Sequence[Any],
     speeds: Speeds,
     ring: Ring = (1, 0, inf),
+    slices: int = 1,
 ) -> Costs:
     """Return the costs of every stage: of whole backwards, of I and W apart, of updates; bytes as lowered.
 
@@ -162,9 +172,12 @@ def times_of(
             reads the gradients, and reads and writes parameters and optimizer. None to run every stage on one
             rank.
         ring: over which the collectives of stages are counted in either case.
+        slices: number of slices of each microbatch, whose costs are returned.
     """
     count = len(parts.stages)
+    ranks, chunks = (1, count) if speeds is None else (count, 1)
     schedule = looped_bfs(1, MICROBATCHES, count) if speeds is None else gpipe(count, MICROBATCHES)
+    schedule = seq1f1b(ranks, MICROBATCHES, slices, chunks) if slices > 1 else schedule
     both = [make(parts, each) for each in (schedule, split_backward(schedule))]
     lowered, apart = (each.lower(parts.params, *batch, state=parts.state) for each in both)
     if speeds is None:
@@ -181,11 +194,11 @@ def times_of(
         )
         if ring[0] == 1:
             return times
-        sent = vars(times_of(make, parts, batch, (inf, inf), ring))
+        sent = vars(times_of(make, parts, batch, (inf, inf), ring, slices))
         return replace(times, **{k: tuple(map(add, vars(times)[k], sent[k])) for k in _PROGRAMS})
     counter = partial(_Roofline, *speeds, ring)
     counts = [list(zip(*each.cost_analysis(counter).values(), strict=True)) for each in (lowered, apart)]
-    f, b, i, w = (tuple(x / MICROBATCHES for x in xs) for xs in (*counts[0][:2], *counts[1][2:]))
+    f, b, i, w = (tuple(x / schedule.microbatches for x in xs) for xs in (*counts[0][:2], *counts[1][2:]))
     state = lowered.state
     moved = ([p, p, p, state.optimizer[stage], state.optimizer[stage]] for stage, p in state.params.items())
     step = tuple(sum(local(leaf).nbytes for leaf in tree_leaves(tree)) / speeds[1] for tree in moved)

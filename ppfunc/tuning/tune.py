@@ -44,6 +44,7 @@ from ppfunc.schedule import (
     find_builder,
     one_f_one_b,
     plan,
+    seq1f1b,
     simulate,
 )
 from ppfunc.schedule.formats.svg import Point, amount, draw, short
@@ -61,19 +62,17 @@ from .stages import (
     Cuts,
     Lay,
     Speeds,
+    batch_of,
     concurrency_of,
     parameters_of,
     remembering,
-    rows_of,
     seconds_of,
     times_of,
 )
 
 _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
 TRAINING = tuple(
-    name
-    for name, build in BUILDERS.items()
-    if name not in _ALIKE and not (made := build(2, 4)).forward_only and not made.slices
+    name for name, build in BUILDERS.items() if name not in _ALIKE and not build(2, 4).forward_only
 )
 
 
@@ -91,6 +90,7 @@ class Choice(NamedTuple):
         microbatch: rows of a microbatch.
         remat: argument of the engine, ``engines.graph(remat=...)``.
         shard: argument of the transport, ``P2P(mesh=..., axes=..., shard=...)``.
+        slices: number of slices of a sequence, 1 for whole microbatches.
     """
 
     pipe: int
@@ -99,6 +99,7 @@ class Choice(NamedTuple):
     microbatch: int
     remat: Any
     shard: ShardWhat
+    slices: int
 
     @property
     def grid(self) -> str:
@@ -108,7 +109,12 @@ class Choice(NamedTuple):
 
     def __str__(self) -> str:
         grid = f"{self.grid}, shard {self.shard}" if self.data > 1 else self.grid
-        return f"ranks {grid}, microbatches of {self.microbatch}, remat {self.remat}"
+        return f"ranks {grid}, {self.of_rows}, remat {self.remat}"
+
+    @property
+    def of_rows(self) -> str:
+        """Write the rows of a microbatch, and its slices."""
+        return f"microbatches of {self.microbatch}{f' in {self.slices} slices' * (self.slices > 1)}"
 
 
 def grids_of(ranks: int, grids: Any, tensor: object) -> list[Grid]:
@@ -144,7 +150,7 @@ def axis_sizes(transport: Transport | None, pipe: int) -> Grid:
 
 def choices_of(
     ranks: int, batch: int, grids: Sequence[Grid], sizes: Sequence[int] | None,
-    remats: Sequence[Any], shards: Sequence[ShardWhat], named: bool,
+    remats: Sequence[Any], shards: Sequence[ShardWhat], slices: Sequence[int], named: bool,
 ) -> Iterator[Choice]:  # fmt: skip
     """List the choices beside the schedule; rows divide in every grid that is ``named``, else in some."""
     powers = [2**n for n in range(batch.bit_length()) if batch % (ranks * 2**n) == 0]
@@ -157,8 +163,8 @@ def choices_of(
                 f"microbatch: got {size}, expected a divisor of {batch} rows over {grid[1]} pipelines"
             )
         if batch % (grid[1] * size) == 0:
-            for each in shards if grid[1] > 1 else get_args(ShardWhat)[:1]:
-                yield Choice(*grid, size, remat, each)
+            for each, k in product(shards if grid[1] > 1 else get_args(ShardWhat)[:1], slices):
+                yield Choice(*grid, size, remat, each, k)
 
 
 _OVER = 3  # rows of a table that do not fit
@@ -179,7 +185,9 @@ class Row(NamedTuple):
         make: ``make(transport=None) -> Trainer``, whose parameters are those of ``pp.split(model, args,
             at=row.at)``. Several pipelines take ``P2P(mesh=mesh, axes=Axes("pp", data="dp"), shard=...)``.
             With tensor ranks it takes ``Axes("pp", data="dp", model="tp")``, and parameters are those of
-            ``pp.split(tensor(mesh["tp"]), args, at=row.at)``.
+            ``pp.split(tensor(mesh["tp"]), args, at=row.at)``. With slices, parameters are those of
+            ``pp.split(..., slices=row.choice.slices)``, and batches those of ``pp.microbatch(batch,
+            row.schedule.sequences, slices=row.choice.slices)``.
     """
 
     choice: Choice
@@ -375,8 +383,11 @@ class Configurations:
         Candidates that are too large by an estimate come last, and only for want of rows: the smallest.
         """
         for choice in self._choices:
-            for name, build in (self._builders if choice.pipe > 1 else {"1f1b": one_f_one_b}).items():
-                self._try(f"{name} of {choice.grid} ranks", self._build, choice, build)
+            alone = {"seq1f1b": seq1f1b} if choice.slices > 1 else {"1f1b": one_f_one_b}
+            builders = of_slices(self._builders, choice.slices) if choice.pipe > 1 else alone
+            for name, build in builders.items():
+                cut = f", {choice.slices} slices" if choice.slices > 1 else ""
+                self._try(f"{name} of {choice.grid} ranks{cut}", self._build, choice, build)
                 yield name
         while self.heap and not (self.heap[0].late and self.rows):
             fitting = sorted(row.seconds for row in self.rows if row.fits)
@@ -397,14 +408,15 @@ class Configurations:
 
     # -- costs
 
-    def _measure(self, size: int, tensor: int, remat: Any, stages: int) -> Costs:
-        batch = tuple(rows_of(tree, MICROBATCHES * size) for tree in self._inputs)
+    def _measure(self, size: int, tensor: int, remat: Any, slices: int, stages: int) -> Costs:
+        batch = [batch_of(tree, MICROBATCHES * size, MICROBATCHES, slices) for tree in self._inputs]
         make, ring = partial(self._trainer, engine=self._engine(remat)), (tensor, *self._link[:2])
-        return times_of(make, self._split(stages, tensor), batch, self._speeds, ring)
+        return times_of(make, self._split(stages, tensor, slices), batch, self._speeds, ring, slices)
 
     def _of_stages(self, choice: Choice, stages: int) -> Costs:
         """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
-        costs, d = self._costs(choice.microbatch, choice.tensor, choice.remat, stages), choice.data
+        costs = self._costs(choice.microbatch, choice.tensor, choice.remat, choice.slices, stages)
+        d = choice.data
         names, (latency, bandwidth, host) = ("bytes", "parameters", "step", "activation"), self._link
         sent, sizes, steps, kept = ([costs.of(name, s) for s in range(stages)] for name in names)
         seconds = [size / 2 / bandwidth for size in sizes]  # of all gradients
@@ -425,12 +437,13 @@ class Configurations:
     def _build(self, choice: Choice, builder: Callable[..., Schedule]) -> None:
         """Build a schedule, measure its stages, and simulate it."""
         microbatches = self._batch // choice.data // choice.microbatch
-        schedule = builder(choice.pipe, microbatches)
-        if schedule.microbatches != microbatches:
+        cut = (choice.slices,) if choice.slices > 1 else ()
+        schedule = builder(choice.pipe, microbatches, *cut)
+        if schedule.microbatches != microbatches * choice.slices:
             raise ValueError("each rank has microbatches of its own; expected several pipelines instead")
         stages = len(set(schedule.model_stages))
-        self._split(stages, 1)
-        what = f"microbatches of {choice.microbatch} in {stages} stages"
+        self._split(stages, 1, choice.slices)
+        what = f"{choice.of_rows} in {stages} stages"
         what = f"{choice.tensor} tensor ranks" if choice.tensor > 1 else what
         costs = self._try(what, self._of_stages, choice, stages)
         if costs is not None:
@@ -454,13 +467,16 @@ class Configurations:
     def _work_out(self, found: Simulated) -> None:
         """Find the peak of every rank; then plan for the same placement, if that can be faster."""
         *_, choice, schedule, costs, timeline, seconds = found
-        parts = self._split(len(set(schedule.model_stages)), choice.tensor)
+        parts = self._split(len(set(schedule.model_stages)), choice.tensor, choice.slices)
         mesh = init_device_mesh(
             self._cuts.device, choice[:3], mesh_dim_names=("pp", "dp", axis := self._cuts.axis)
         )
         paper = OnPaper(mesh=mesh, axes=Axes("pp", data="dp", model=axis), shard=choice.shard)
         trainer = self._trainer(parts, schedule, self._engine(choice.remat), paper)
-        batch = (rows_of(on_meta(tree), self._batch // choice.data) for tree in self._inputs)
+        rows = self._batch // choice.data
+        batch = [
+            batch_of(on_meta(tree), rows, rows // choice.microbatch, choice.slices) for tree in self._inputs
+        ]
         memory = trainer.lower(parts.params, *batch, state=parts.state).memory_analysis()
         peaks = tuple(memory[rank].peak for rank in range(choice.pipe))
         bound = bound_of_order(schedule, costs, None)
@@ -487,7 +503,8 @@ class Configurations:
                 like.costs, backward=None, parameters=0, step=0, unshard=0, reduce_grad=0, reduce_tied=0
             )
             cap, given = None if max(left) == inf else left, (schedule.ranks, schedule.microbatches, bare)
-            found = plan(*given, cap=cap, placement=schedule.placement, effort=self._effort)
+            options: dict[str, Any] = {"placement": schedule.placement, "slices": schedule.slices}
+            found = plan(*given, cap=cap, effort=self._effort, **options)
             self._simulate(like.choice, replace(found.schedule, name="plan"), like.costs)
 
     def _make(
@@ -502,8 +519,13 @@ class Configurations:
             )
         if choice.tensor > 1:
             axis = transport.mesh[transport.axes.model]  # type: ignore[union-attr,index]
-            parts = self._cuts.laid_over(axis, parts.at)
+            parts = self._cuts.laid_over(axis, parts.at, choice.slices)
         return self._trainer(parts, schedule, graph(remat=choice.remat), transport)
+
+
+def of_slices(builders: Mapping[str, Callable[..., Schedule]], slices: int) -> dict[str, Any]:
+    """Choose the builders of schedules with slices, or of whole microbatches where ``slices`` is 1."""
+    return {n: b for n, b in builders.items() if ("slices" in signature(b).parameters) == (slices > 1)}
 
 
 @contextmanager
@@ -553,6 +575,7 @@ def tune(
     microbatch: Sequence[int] | None = None,
     remat: Sequence[Any] = ("cheap", "full"),
     shard: Sequence[ShardWhat] = get_args(ShardWhat),
+    slices: Sequence[int] = (1,),
     latency: float = 0.0,
     bandwidth: float = inf,
     host: float | None = None,
@@ -563,12 +586,12 @@ def tune(
     progress: Callable[[str, Row | None], object] = lambda step, best: None,
     **options: Any,
 ) -> Tuning:
-    """Rank grids, cuts, schedules, microbatches, rematerialisations and shards by the time of a step.
+    """Rank grids, cuts, schedules, microbatches, slices, rematerialisations and shards by the time of a step.
 
-    Stages are timed once per cut, microbatch and rematerialisation that the search needs: here, alone, on one
-    rank, beside those timed first. With one thread of torch these are seconds of that thread, unless a step
-    waits for others, so other processes may run here. Calls in several threads search in turn. A step is
-    simulated with its messages, sums and updates; its peaks are those of
+    Stages are timed once per cut, microbatch, slices and rematerialisation that the search needs: here,
+    alone, on one rank, beside those timed first. With one thread of torch these are seconds of that thread,
+    unless a step waits for others, so other processes may run here. Calls in several threads search in turn.
+    A step is simulated with its messages, sums and updates; its peaks are those of
     ``Trainer.lower(...).memory_analysis()``. Sums over tied places take no time. Under a limit of memory,
     plans compute residuals again, or move them to the host, where that is faster than to keep them.
 
@@ -587,11 +610,14 @@ def tune(
         tensor: ``tensor(mesh) -> module``, which lays a copy of the model over one axis of a mesh by torch's
             plan, such as ``lambda mesh: parallelize_module(copy.deepcopy(model), mesh, plan)``. The split is
             cut at the same modules, between which activations are plain tensors. None for no tensor ranks.
-        schedules: names of ``ppfunc list``; of one rank, always ``1f1b``.
+        schedules: names of ``ppfunc list``; of one rank, always ``1f1b``, or ``seq1f1b`` with slices.
         microbatch: rows of a microbatch to try; by default the powers of two that leave at least one
             microbatch per rank.
         remat: arguments of :func:`ppfunc.engines.graph`, the least recomputation first.
         shard: arguments of :class:`ppfunc.P2P`, for several pipelines.
+        slices: numbers of equal slices of a sequence to try, 1 for whole microbatches; others take schedules
+            of slices, a model as for ``pp.split(..., slices=)``, and targets with the tokens in axis 1. The
+            slices of a sequence have the same costs, the median.
         latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline, data ranks
             and tensor ranks, whose collectives go around a ring; by default messages take no time.
         host: bytes per second between a device and its host, in each direction; None if nothing is to move.
@@ -617,7 +643,7 @@ def tune(
     """
     require_type("model", model, torch.nn.Module | Split, "a module, or a model that was split")
     _require_options(model, loss_fn, optimizer, options)
-    _require_lists(grids, schedules, shard, microbatch, remat)
+    _require_lists(grids, schedules, shard, microbatch, remat, slices)
     builders = {name: find_builder(name) for name in schedules}
     if not (lengths := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
         raise ValueError(f"args: got {shown(args)}, expected at least one tensor with rows, then loss_fn")
@@ -628,7 +654,14 @@ def tune(
     every = grids_of(ranks, grids, tensor)
     if "none" not in shard and all(data == 1 for _, data, _ in every):
         raise ValueError(f"shard: got {shard}, and no grid of several pipelines to cut over; leave it out")
-    choices = list(choices_of(ranks, batch, every, microbatch, remat, shard, grids != "any"))
+    choices = list(choices_of(ranks, batch, every, microbatch, remat, shard, slices, grids != "any"))
+    for k in slices:
+        require_counts(slices=k)
+        if not of_slices(builders, k):
+            raise ValueError(
+                f"slices: got {k}, and schedules {list(builders)}, none of which has that many; expected"
+                " seq1f1b or seq_zb among them for several slices, others for 1"
+            )
 
     def trainer(parts: Split, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:
         return Trainer(parts, loss_fn, schedule, optimizer, to, engine=engine, **options)
@@ -654,13 +687,13 @@ def _require_options(model: Any, loss_fn: Any, optimizer: Any, options: dict[str
         raise TypeError(with_arguments(named, Trainer)) from None
 
 
-def _require_lists(grids: Any, schedules: Any, shard: Any, microbatch: Any, remat: Any) -> None:
+def _require_lists(grids: Any, schedules: Any, shard: Any, microbatch: Any, remat: Any, slices: Any) -> None:
     """Raise ValueError where a list to try is empty, or no list."""
     for name, tried, items in (
         ("grids", [grids] if grids == "any" else grids, "tuples, or 'any'"),
         ("schedules", schedules, "names"), ("shard", shard, "those of pp.P2P"),
         ("microbatch", [None] if microbatch is None else microbatch, "numbers of rows"),
-        ("remat", remat, "those of pp.engines.graph"),
+        ("remat", remat, "those of pp.engines.graph"), ("slices", slices, "numbers of slices"),
     ):  # fmt: skip
         if (
             not isinstance(tried, Sequence)
