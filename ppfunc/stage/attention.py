@@ -134,6 +134,11 @@ def _bias(q: Tensor, k: Tensor, window: int | None) -> Tensor | None:
     return after if window is None else after + hidden.tril(tokens - t - window)
 
 
+def _dense(t: Tensor) -> Tensor:
+    """Return a tensor whose last axis has no gaps, which the kernels take for granted."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
 def _joined(attend: Callable[..., Tensor], scale: float | None, window: int | None, *given: Tensor) -> Tensor:
     """Attend to all keys at once, under a mask."""
     q, k, v, *past = given
@@ -159,7 +164,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(scale: float | None, window: int | None, *given: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, *past = given
+        q, k, v, *past = map(_dense, given)
         bias = _bias(q, k, window)
         y, norm = _FLASH(q, k, v, is_causal=bias is None, attn_mask=bias, scale=scale)
         for keys, values in zip(past[::2], past[1::2], strict=True):
@@ -191,7 +196,7 @@ class _Backward(torch.autograd.Function):
     def forward(
         scale: float | None, window: int | None, y: Tensor, norm: Tensor, gy: Tensor, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        q, k, v, *past = given
+        y, q, k, v, *past = map(_dense, (y, *given))
         bias = _bias(q, k, window)
         gq, *rest = _FLASH_BACKWARD(gy, q, k, v, y, norm, 0.0, bias is None, attn_mask=bias, scale=scale)
         for pair in zip(past[::2], past[1::2], strict=True):

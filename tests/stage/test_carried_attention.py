@@ -106,6 +106,24 @@ def test_derivatives_of_every_order_are_those_of_one_piece(order, kind, cut):
     close(*(ORDERS[order](g, given, tangents) for g in (f, wanted)), atol=1e-11)
 
 
+@pytest.mark.parametrize("dims", [(0, 0, 0, None), (2, None, 4, 1), (None, 1, None, 2)], ids=str)
+def test_any_axis_may_be_mapped(dims):
+    given = [(*t.split([5, 7], 2),) for t in drawn()]
+    past = given[1][0], given[2][0]
+    three = [
+        t if dim is None else torch.stack((t, 2 * t, 3 * t), dim)
+        for t, dim in zip((*(last for _, last in given), past[0]), dims, strict=True)
+    ]
+
+    def attend(q, k, v, before):
+        return pp.carried_attention(q, k, v, ((before, past[1]),))[0]
+
+    found = vmap(attend, dims)(*three)
+    for n in range(3):
+        one = (t if dim is None else t.select(dim, n) for t, dim in zip(three, dims, strict=True))
+        close(found[n], attend(*one))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_small_numbers_are_as_near_as_one_piece(dtype):
     given, few = drawn(), [t.to(dtype) for t in drawn()]
@@ -113,6 +131,14 @@ def test_small_numbers_are_as_near_as_one_piece(dtype):
     off = (scaled_dot_product_attention(*few, is_causal=True, enable_gqa=True) - exact).abs().max()
     found = sliced([3, 3, 3, 3], few)
     assert found.dtype == dtype and (found - exact).abs().max() <= 2 * off
+
+
+def test_views_with_gaps_are_read_as_they_are():
+    """The kernels of some versions of torch take the last axis for dense, and compute something else."""
+    given, f, wanted = sides("all", [5, 1, 6])
+    gaps = [torch.stack((t, 2 * t), -1)[..., 0] for t in given]
+    assert gaps[0].stride(-1) == 2
+    close(grad(f, (0, 1, 2))(*gaps), grad(wanted, (0, 1, 2))(*given))
 
 
 class Largest(TorchDispatchMode):
@@ -128,12 +154,12 @@ class Largest(TorchDispatchMode):
 
 
 def test_the_carry_is_not_copied_and_no_mask_is_made():
-    q, k, v = (torch.randn(1, 2, 64, 4, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 96, 4, requires_grad=True) for _ in range(3))
     before = tuple(tuple(torch.randn(1, 2, 512, 4) for _ in "kv") for _ in range(3))
     with Largest() as seen:
         y, carry = pp.carried_attention(q, k, v, before)
         y.sum().backward()
-    assert seen.most <= 512 * 2 * 4 < 64 * 512
+    assert seen.most <= 512 * 2 * 4 < 96 * 96
     assert [
         pair[0] is t[0] and pair[1] is t[1] for pair, t in zip(carry, (*before, (k, v)), strict=True)
     ] == [True] * 4

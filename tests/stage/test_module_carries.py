@@ -174,6 +174,7 @@ MISTAKES = {
         lambda: pp.stage_from_module(Bare(2, 2), carry="x"),
         "Bare.forward after the first: h, other",
     ),
+    "names of others": (lambda: pp.stage_from_module(Bare(2, 2), carry="rest"), "carry: got 'rest'"),
     "any name": (lambda: pp.stage_from_module(Bare(2, 2), carry="state"), "carry: got 'state'"),
     "no name": (lambda: pp.stage_from_module(Bare(2, 2), carry=True), "carry: got True"),
     "layers": (
