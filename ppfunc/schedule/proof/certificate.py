@@ -189,9 +189,8 @@ def _check_activations(schedule: Schedule, limit: int | None) -> tuple[int, ...]
     dropped between its F and its RECOMPUTE; where there is no backward, during its F only.
     """
     peaks = []
-    everywhere = {(stage, 0) for stage in range(schedule.stages)}
     for rank, program in enumerate(schedule.programs):
-        live = [whole for whole, _, _ in held(schedule, rank, everywhere)]
+        live = [whole for whole, _, _ in held(schedule, rank, range(schedule.stages))]
         peaks.append(max(live, default=0))
         if limit is not None and peaks[-1] > limit:
             above = next(n for n, number in enumerate(live) if number > limit)

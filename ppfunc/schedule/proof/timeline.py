@@ -67,6 +67,10 @@ class TimedOp(NamedTuple):
     products: tuple[tuple[Line, int], ...]  # line, distance of the microbatch
 
 
+Kinds = list[dict[tuple[Any, ...], TimedOp]]
+"""The kinds of instruction by op and stage, and of pairs: of each slice, or at once of all that are alike."""
+
+
 class _Beside:
     """Time the work beside the compute of one rank, each unit on its own; collectives as if all ranks that
     take part were there.
@@ -150,7 +154,7 @@ def earliest(schedule: Schedule, costs: Costs, ops: Set[Op] = COMPUTE) -> Earlie
     ready = list(range(schedule.ranks - 1, -1, -1))
     runs = []
     for rank, program in enumerate(schedule.programs):
-        work = _work(program, ops, kinds, costs, _unlike(schedule, costs))
+        work = _work(program, ops, kinds, costs)
         copied = {(parts[0][1], m): length for m, (op, parts, length, *_) in work if op is Op.OFFLOAD}
         beside = None if ops <= COMPUTE else _Beside(rank, copied)
         runs.append(_run(rank, work, beside, times.starts[rank], times.ends[rank], ready))
@@ -211,10 +215,11 @@ def _run(
 
 def _kinds(
     schedule: Schedule, flow: Dataflow, lines: Mapping[int, Line], costs: Costs, ops: Set[Op]
-) -> dict[tuple[Any, ...], TimedOp]:
+) -> Kinds:
     """Time the kinds of instruction that occur, by op and stage, pairs excepted."""
-    home, kinds, every = schedule.placement, {}, schedule.ops & ops - {Op.OVERLAP_F_B}
-    for stage, op, n in product(range(schedule.stages), every, range(_unlike(schedule, costs))):
+    home, every = schedule.placement, schedule.ops & ops - {Op.OVERLAP_F_B}
+    kinds: Kinds = [{} for _ in range(_unlike(schedule, costs))]
+    for stage, op, n in product(range(schedule.stages), every, range(len(kinds))):
         of = costs.of_slice(n) if KINDS[op].microbatch and schedule.slices else costs
         made = flow.output(stage, 0) + KINDS[op].product
         reads = tuple(
@@ -225,7 +230,7 @@ def _kinds(
         if products and schedule.slices > 1:
             shift = 1 if op is Op.F else -1
             products += ((lines[made - 2 * shift], shift),)
-        kinds[op, stage, n] = TimedOp(op, ((op, stage, 0),), of.time_of(op, stage), reads, products)
+        kinds[n][op, stage] = TimedOp(op, ((op, stage, 0),), of.time_of(op, stage), reads, products)
     return kinds
 
 
@@ -234,36 +239,27 @@ def _unlike(schedule: Schedule, costs: Costs) -> int:
     return max(1, len(costs.fitting(slices=schedule.slices).slices)) if schedule.slices else 1
 
 
-def _work(
-    program: Program, ops: Set[Op], kinds: dict[tuple[Any, ...], TimedOp], costs: Costs, slices: int
-) -> list[Work]:
-    """List the instructions of a rank that have a cost, adding kinds of pairs as they are met.
-
-    Args:
-        slices: number of slices of a sequence that have kinds of their own.
-    """
-    of_slices = costs.slices[:slices] or (costs,)
+def _work(program: Program, ops: Set[Op], kinds: Kinds, costs: Costs) -> list[Work]:
+    """List the instructions of a rank that have a cost, adding kinds of pairs as they are met."""
+    slices, alike = len(kinds), kinds[0]
 
     def of_pair(forward: Instruction, backward: Instruction) -> TimedOp:
         m, distance = microbatch_of(forward), microbatch_of(backward) - microbatch_of(forward)
-        first, second = (*forward[:2], m % slices), (*backward[:2], (m + distance) % slices)
-        key = (*first, *second, distance)
-        if key not in kinds:
-            one, other = kinds[first], kinds[second]
+        key, mine = (*forward[:2], *backward[:2], distance), kinds[m % slices]
+        if key not in mine:
+            one, other = mine[forward[:2]], kinds[(m + distance) % slices][backward[:2]]
             inputs = (*one.inputs, *((line, distance, late) for line, _, late in other.inputs))
             products = (*one.products, *((line, distance + shift) for line, shift in other.products))
             parts = (*one.parts, (*other.parts[0][:2], distance))
-            own = of_slices[m % slices].of("overlapped", forward.stage)
+            own = (costs.of_slice(m % slices) if slices > 1 else costs).of("overlapped", forward.stage)
             length = one.length + other.length if own is None else own
-            kinds[key] = TimedOp(Op.OVERLAP_F_B, parts, length, inputs, products)
-        return kinds[key]
+            mine[key] = TimedOp(Op.OVERLAP_F_B, parts, length, inputs, products)
+        return mine[key]
 
-    return [
-        (i[2], of_pair(*i[5]) if i[5] else kinds[i[0], i[1], (i[2] or 0) % slices])
-        for step in program
-        for i in step
-        if i[0] in ops
-    ]
+    timed = [i for step in program for i in step if i[0] in ops]
+    if slices == 1:
+        return [(i[2], of_pair(*i[5]) if i[5] else alike[i[:2]]) for i in timed]
+    return [(i[2], of_pair(*i[5]) if i[5] else kinds[(i[2] or 0) % slices][i[:2]]) for i in timed]
 
 
 def _stuck(
@@ -530,10 +526,11 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     peaks = []
     for rank in range(schedule.ranks):
         # Equal sizes are counted together and only then multiplied, so that floats do not drift.
-        sizes: dict[tuple[Number, ...], set[tuple[int, int]]] = {}
+        sizes: dict[tuple[Number, ...], set[Any]] = {}
         for stage, n in product(schedule.stages_of(rank), range(slices)):
             of = costs.of_slice(n) if schedule.slices else costs
-            sizes.setdefault(tuple(of.of(name, stage) for name in names), set()).add((stage, n))
+            place = stage if slices == 1 else (stage, n)
+            sizes.setdefault(tuple(of.of(name, stage) for name in names), set()).add(place)
         states = set(zip(*(held(schedule, rank, places, slices) for places in sizes.values()), strict=True))
         memory = (
             sum(
@@ -550,12 +547,12 @@ HOLDING = frozenset(op for op, kind in KINDS.items() if kind.held != (0, 0))
 
 
 def held(
-    schedule: Schedule, rank: int, places: Container[tuple[int, int]], slices: int = 1
+    schedule: Schedule, rank: int, places: Container[Any], slices: int = 1
 ) -> Iterator[tuple[int, int, int]]:
     """Count the activations held for backwards of some stages, while each instruction runs that changes them.
 
     Args:
-        places: pairs of stages and slices.
+        places: numbers of stages; or pairs of stages and slices, where slices are told apart.
         slices: number of slices of a sequence that are told apart.
 
     Yields:
@@ -575,9 +572,11 @@ def held(
     again = schedule.recomputed
     nothing = (0, 0, 0), (0, 0, 0)
     parts = (part for part in elementary(schedule.programs[rank]) if part[0] in HOLDING)
-    rows = [
-        changes[p[0], p[1:3] in again] if (p[1], (p[2] or 0) % slices) in places else nothing for p in parts
-    ]
+    if slices == 1:
+        rows = [changes[p[0], p[1:3] in again] if p[1] in places else nothing for p in parts]
+    else:
+        pairs = ((p, (p[1], microbatch_of(p) % slices)) for p in parts)
+        rows = [changes[p[0], p[1:3] in again] if pair in places else nothing for p, pair in pairs]
     columns = zip(*(zip(*column, strict=True) for column in zip(*rows, strict=True)), strict=True)
     return zip(
         *(map(add, accumulate(lasting, initial=0), during) for lasting, during in columns), strict=False
@@ -594,14 +593,14 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
         return times.starts, times.ends
     flow = Dataflow(schedule)
     slices = _unlike(schedule, costs)
-    # Per end of a message: by microbatch, when its value is there; and by slice, how long it takes.
-    carried: dict[object, tuple[Mapping[Any, Time], Sequence[Time]]] = {}
-    nothing: tuple[Mapping[Any, Time], Sequence[Time]] = {}, ()
+    # Per end of a message: by microbatch, when its value is there; how long it takes, or that by slice.
+    carried: dict[object, tuple[Mapping[Any, Time], Any]] = {}
+    nothing: tuple[Mapping[Any, Time], Any] = {}, 0
     for end, route in flow.routes.items():
         value = route.first // schedule.stages
         of = [costs.of_slice(n) if schedule.slices else costs for n in range(slices)]
         latencies = [each.message_of(flow.place(value)[0]) for each in of]
-        carried[end] = times.done.get(value, {}), latencies
+        carried[end] = times.done.get(value, {}), latencies[0] if slices == 1 else latencies
     starts: list[list[Time]] = [[] for _ in schedule.programs]
     ends: list[list[Time]] = [[] for _ in schedule.programs]
     for rank, program in enumerate(schedule.programs):
@@ -610,18 +609,18 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
         now: Time = 0
         for step, instructions in enumerate(program):
             for place, instruction in enumerate(instructions):
-                op, stage, _, peer, _, _ = instruction
+                op, stage, microbatch, peer, _, _ = instruction
                 if op in _COUNTED:
                     first, last = next(timed)
                     now = now if op in BESIDE else max(now, last)
                 elif op in COMMUNICATION:
-                    made, delays = carried.get((op, stage, peer), nothing)
-                    if (microbatch := microbatch_of(instruction)) not in made:
+                    made, delay = carried.get((op, stage, peer), nothing)
+                    if microbatch not in made:
                         raise schedule_error(
                             schedule, rank, (step, place), "nothing computes what this message carries"
                         )
                     first = made[microbatch]
-                    last = first + delays[microbatch % slices]
+                    last = first + (delay if slices == 1 else delay[microbatch_of(instruction) % slices])
                 else:
                     first = last = now
                 note_start(first)
