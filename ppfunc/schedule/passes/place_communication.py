@@ -118,12 +118,14 @@ def _along(flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]
     first, then = (flow.output(stage, 0) + KINDS[op].product for stage in (a, b))
     message, stride = flow.message(first, b), flow.stride
     made, used = done.get(first, {}), done.get(then, {})
-    numbers = [m for m in made if m + shift in used and (not shift or flow.schedule.joins(m, shift))]
+    if shift:  # by the microbatch that makes what the next slice consumes
+        used = {m - shift: end for m, end in used.items() if flow.schedule.joins(m, -shift)}
+    numbers = [m for m in made if m in used]
     return zip(
         map(made.__getitem__, numbers),
         repeat(flow.schedule.placement[a]),
         [message + stride * m for m in numbers],
-        [used[m + shift] for m in numbers],
+        map(used.__getitem__, numbers),
         map(_instruction, zip(repeat(send), repeat(a), numbers, repeat(far), repeat(None), repeat(()))),
         map(_instruction, zip(repeat(receive), repeat(b), numbers, repeat(near), repeat(None), repeat(()))),
     )
