@@ -30,7 +30,7 @@ signature               structure, shapes and dtypes of a tree of tensors, witho
 layout                  the placements of a leaf over the ranks of a mesh: those of a DTensor
 collective              a function over the ranks of an axis that stages may call: ``collectives.psum``, ...
 edge                    two stages, the first of which sends activations to the second
-skip                    an edge between stages that are not neighbours
+skip                    an edge between stages that are not neighbours; one that leads back, to the next slice
 transport               an object that carries messages between ranks: ``InProcess``, ``P2P``, ``Simulated``
 lower                   turn stages, schedule and signatures into values: all edges, the bytes of all buffers
 compile                 make stage programs, and one flat list of calls, from what was lowered
