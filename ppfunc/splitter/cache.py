@@ -5,7 +5,7 @@ Nothing is known of the class of a cache. It is pickled, and its tensors are lef
 
 import io
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -53,6 +53,10 @@ class Carry:
 
 
 register(Carry, lambda carry: (carry.tensors, carry.form), lambda form, tensors: Carry(tensors, form))
+
+
+class CacheOfSlices:
+    """Stands for the cache in a result."""
 
 
 def cache_name(model: nn.Module, forms: Sequence[CallForm]) -> str:
@@ -107,7 +111,7 @@ def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[Cach
     """Take the cache in the result of a model apart.
 
     Args:
-        result: the result of the model.
+        result: the result of the model. A dictionary loses the cache.
         name: the attribute of the result.
         known: returns the integers of a tensor that the model has made of numbers in its code.
 
@@ -125,6 +129,8 @@ def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[Cach
             "switch off what forbids a cache, such as gradient checkpointing (engine=graph(remat=...) is the"
             " same), or leave slices out",
         )
+    if isinstance(result, MutableMapping):
+        result[name] = CacheOfSlices()  # its tensors are no results, which would travel to the last stage
     tensors: dict[int, tuple[int, Tensor]] = {}
     classes: dict[type, int] = {}
 

@@ -83,7 +83,9 @@ def split(
             ``seq1f1b``; the example has whole sequences. The model is called on each slice with the cache
             that it returned of the slice before, its argument ``past_key_values`` or ``cache_params``, as
             models of transformers have it; each stage carries the tensors of the cache that it makes. Tokens
-            are the only input. Steps may have other slices. By default the model is not sliced.
+            are the only input. Steps may have other slices. The model is trusted to compute with its cache as
+            without (one whose cache keeps a window that its mask does not have, does not). By default the
+            model is not sliced.
 
     Returns:
         The split, in the mode that the model is in.

@@ -149,6 +149,9 @@ def test_a_cache_of_one_form_is_traced_once_for_all_later_slices():
 
     parts = require_the_gradients_of(Recurrent(1), 4, ["head"])
     assert len(parts._source._codes) == 2
+    out = parts.stages[0](parts.params[0], batch()[0][:ROWS, :3], None)
+    assert [t.shape for t in out.y[1]] == [(ROWS, 3, WIDTH)]  # the cache does not travel
+    assert [t.shape for t in out.carry.tensors] == [(ROWS, WIDTH)]
 
 
 def test_steps_may_have_other_slices_than_the_split():
