@@ -148,11 +148,41 @@ Ring = tuple[int, float, float]
 """Tensor ranks, seconds of a hop from one to the next, and bytes per second."""
 
 
-def _timed(step: Callable[[], Any]) -> dict[str, tuple[float, ...]]:
+def _timed(step: Callable[[], Any]) -> Costs:
     """Return the least seconds of several steps by kind and stage: other processes only add to them."""
     step()  # which compiles
-    runs = [vars(step()[1].costs()) for _ in range(_STEPS)]
-    return {kind: tuple(map(min, zip(*(run[kind] for run in runs), strict=True))) for kind in _TIMED}
+    return _least(*(step()[1].costs() for _ in range(_STEPS)))
+
+
+def _least(*runs: Costs) -> Costs:
+    times = {
+        kind: tuple(map(min, zip(*(vars(run)[kind] for run in runs), strict=True)))
+        for kind in _TIMED
+        if isinstance(vars(runs[0])[kind], tuple)  # an update belongs to no slice
+    }
+    return Costs(**times, slices=tuple(map(_least, *(run.slices for run in runs))))
+
+
+def _both(whole: Costs, halves: Costs) -> Costs:
+    """Combine times of steps with whole backwards and with I and W apart."""
+    return replace(
+        whole,
+        backward_input=halves.backward_input,
+        backward_weight=halves.backward_weight,
+        backward=tuple(2 * seconds for seconds in _tuple(whole.backward_input)),
+        slices=tuple(map(_both, whole.slices, halves.slices)),
+    )
+
+
+def _tuple(value: Any) -> tuple[float, ...]:
+    assert isinstance(value, tuple)
+    return value
+
+
+def _sum(times: Costs, sent: Costs) -> Costs:
+    """Add the seconds of collectives to the times of programs."""
+    sums = {k: tuple(map(add, vars(times)[k], vars(sent)[k])) for k in _PROGRAMS}
+    return replace(times, slices=tuple(map(_sum, times.slices, sent.slices)), **sums)
 
 
 def times_of(
@@ -183,19 +213,10 @@ def times_of(
     if speeds is None:
         state = both[0].init(tree_map(torch.clone, parts.params), tree_map(torch.clone, parts.state))
         whole, halves = (_timed(partial(t.record, state, *batch, seed=(0, 0))) for t in both)
-        times = lowered.costs(
-            Costs(
-                whole["forward"],
-                halves["backward_input"],
-                halves["backward_weight"],
-                tuple(2 * seconds for seconds in whole["backward_input"]),
-                step=whole["step"],
-            )
-        )
+        times = lowered.costs(_both(whole, halves))
         if ring[0] == 1:
             return times
-        sent = vars(times_of(make, parts, batch, (inf, inf), ring, slices))
-        return replace(times, **{k: tuple(map(add, vars(times)[k], sent[k])) for k in _PROGRAMS})
+        return _sum(times, times_of(make, parts, batch, (inf, inf), ring, slices))
     counter = partial(_Roofline, *speeds, ring)
     counts = [list(zip(*each.cost_analysis(counter).values(), strict=True)) for each in (lowered, apart)]
     f, b, i, w = (tuple(x / schedule.microbatches for x in xs) for xs in (*counts[0][:2], *counts[1][2:]))

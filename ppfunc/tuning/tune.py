@@ -417,15 +417,23 @@ class Configurations:
         """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
         costs = self._costs(choice.microbatch, choice.tensor, choice.remat, choice.slices, stages)
         d = choice.data
-        names, (latency, bandwidth, host) = ("bytes", "parameters", "step", "activation"), self._link
-        sent, sizes, steps, kept = ([costs.of(name, s) for s in range(stages)] for name in names)
+        latency, bandwidth, host = self._link
+        sizes, steps = ([costs.of(name, s) for s in range(stages)] for name in ("parameters", "step"))
         seconds = [size / 2 / bandwidth for size in sizes]  # of all gradients
         passed = [(d - 1) * (s / d + latency) for s in seconds]  # each has its part, or gets all parts
+
+        def moved(costs: Costs) -> Costs:
+            sent, kept = ([costs.of(name, s) for s in range(stages)] for name in ("bytes", "activation"))
+            return replace(
+                costs,
+                communication=[latency + size / bandwidth for size in sent],
+                recompute=costs.forward,
+                offload=None if host is None else [size / host for size in kept],
+            )
+
         return replace(
-            costs,
-            communication=[latency + size / bandwidth for size in sent],
-            recompute=costs.forward,
-            offload=None if host is None else [size / host for size in kept],
+            moved(costs),
+            slices=tuple(map(moved, costs.slices)),
             reduce_grad=passed if choice.shard == "params" else [2 * s for s in passed],
             unshard=passed,
             reduce_tied=[latency + s for s in seconds],
@@ -500,8 +508,9 @@ class Configurations:
         ]
         if all(map(ge, left, one)):  # else no order fits
             bare = replace(
-                like.costs, backward=None, parameters=0, step=0, unshard=0, reduce_grad=0, reduce_tied=0
-            )
+                like.costs, backward=None, parameters=0, step=0, unshard=0, reduce_grad=0, reduce_tied=0,
+                slices=tuple(replace(costs, backward=None) for costs in like.costs.slices),
+            )  # fmt: skip
             cap, given = None if max(left) == inf else left, (schedule.ranks, schedule.microbatches, bare)
             options: dict[str, Any] = {"placement": schedule.placement, "slices": schedule.slices}
             found = plan(*given, cap=cap, effort=self._effort, **options)
@@ -616,8 +625,8 @@ def tune(
         remat: arguments of :func:`ppfunc.engines.graph`, the least recomputation first.
         shard: arguments of :class:`ppfunc.P2P`, for several pipelines.
         slices: numbers of equal slices of a sequence to try, 1 for whole microbatches; others take schedules
-            of slices, a model as for ``pp.split(..., slices=)``, and targets with the tokens in axis 1. The
-            slices of a sequence have the same costs, the median.
+            of slices, a model as for ``pp.split(..., slices=)``, and targets with the tokens in axis 1. With
+            ``speeds``, the slices of a sequence take equal times.
         latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline, data ranks
             and tensor ranks, whose collectives go around a ring; by default messages take no time.
         host: bytes per second between a device and its host, in each direction; None if nothing is to move.
