@@ -39,7 +39,7 @@ def test_steps_of_slices(fresh, store_port):
         line = r"^rank \d: (\S+) peak \S+, measured over predicted (\S+), span .*, gradients off by (\S+)$"
         found = re.findall(line, text, re.MULTILINE)
         assert [name for name, _, _ in found] == names and all(float(off) < 1e-5 for *_, off in found)
-        assert all(0.97 < float(over) < 1.03 for _, over, _ in found)
+        assert all(0.99 < float(over) < 1.01 for _, over, _ in found)
 
 
 def test_the_price_of_pairs(fresh, store_port):

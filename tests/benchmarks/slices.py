@@ -141,6 +141,8 @@ def main() -> None:
             continue
         schedule = schedules[name]
         stage, given, more = (sliced, cut, weights) if schedule.slices else (whole, batch, None)
+        ends = rank == 0, rank == ranks - 1
+        given = [part if end else None for part, end in zip(given, ends, strict=True)]
         transports.append(pp.P2P(mapped=False))
         step = pp.value_and_grad([stage] * ranks, loss_fn, schedule, transports[-1], loss_weights=more)
         peak = step.lower(params, *given).memory_analysis()[rank].peak
