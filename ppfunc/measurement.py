@@ -73,7 +73,7 @@ def measure(
     require_counts(repeats=repeats)
     if count < 1:
         raise ValueError("stages: got none, expected one function per stage of the model")
-    sliced = isinstance(example, Microbatches) and len(example) > 1
+    sliced = isinstance(example, Microbatches) and (len(example) > 1 or example._cut is not None)
     if loss_fn is None:
         if targets is not None:
             raise ValueError(

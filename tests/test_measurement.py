@@ -155,6 +155,12 @@ def test_every_slice_has_its_seconds_and_bytes(stage):
         lowered.costs(pp.Costs(slices=[pp.Costs()] * 2))
 
 
+def test_one_slice_is_measured_with_its_carry():
+    params = {s: {"w": normal(D, 3 * D, seed=s)} for s in range(2)}
+    costs = measure([cached] * 2, params, pp.microbatch(normal(2, 12, D), 1, slices=1), repeats=1)
+    assert len(costs.slices) == 1 and costs.bytes == costs.slices[0].bytes == (2 * 12 * D * 8, 0)
+
+
 def test_what_a_run_says_of_a_slice_is_what_a_simulation_takes():
     def slower(params, x, carry):
         if carry is not None:

@@ -409,7 +409,7 @@ def sliced(**options):
         "loss_fn": causal.loss_fn,
         "top": 1000,
     }
-    given |= {"schedules": ["1f1b", "seq1f1b", "seq_zb"], "slices": [1, 2, 4], "grids": [(2, 1), (1, 2)]}
+    given |= {"schedules": ["1f1b", "seq1f1b", "seq_zb"], "slices": [0, 1, 4], "grids": [(2, 1), (1, 2)]}
     return arguments(**given | {"microbatch": [1], "remat": ["none"], "shard": ["none"]} | options)
 
 
@@ -417,15 +417,15 @@ def test_slices_are_tried_as_trainers_run_them():
     found = pp.tune(**sliced(effort=0.01, bandwidth=1e12))
     assert not found.refused
     names = {(row.schedule.name, row.choice.pipe, row.choice.slices) for row in found.rows}
-    assert names - {("plan", 2, k) for k in (1, 2, 4)} == (
-        {("1f1b", p, 1) for p in (1, 2)}
-        | {("seq1f1b", p, k) for p in (1, 2) for k in (2, 4)}
-        | {("seq_zb", 2, k) for k in (2, 4)}
+    assert names - {("plan", 2, k) for k in (0, 1, 4)} == (
+        {("1f1b", p, 0) for p in (1, 2)}
+        | {("seq1f1b", p, k) for p in (1, 2) for k in (1, 4)}
+        | {("seq_zb", 2, k) for k in (1, 4)}
     )
     ids, targets = causal.batch()
     for row in found.rows:
         _, d, _, b, _, _, k = row.choice
-        if d == 1 and k > 1:
+        if d == 1 and k:
             assert f"microbatches of {b} in {k} slices" in str(row)
             trainer, n = row.make(), row.schedule.sequences
             batch = [pp.microbatch(part, n, slices=k) for part in (ids, targets)]
@@ -442,14 +442,14 @@ def test_costs_of_slices_add_up_to_the_microbatch():
     ids, targets = (rows_of(part, MICROBATCHES) for part in causal.batch())
 
     def costs(slices, speeds):
-        parts = pp.split(causal.Causal(), ids[:1], at=2, slices=slices if slices > 1 else None)
+        parts = pp.split(causal.Causal(), ids[:1], at=2, slices=slices or None)
         batch = [batch_of(part, MICROBATCHES, MICROBATCHES, slices) for part in (ids, targets)]
         return times_of(
             lambda parts, schedule: pp.Trainer(parts, causal.loss_fn, schedule, pp.optim.adamw(0.1)),
             parts, batch, speeds, slices=slices,
         )  # fmt: skip
 
-    whole, quarter = (costs(k, (1e9, inf)) for k in (1, 4))  # operations alone
+    whole, quarter = (costs(k, (1e9, inf)) for k in (0, 4))  # operations alone
     for name in ("forward", "backward"):
         for stage in range(2):
             assert quarter.of(name, stage) == pytest.approx(whole.of(name, stage), rel=0.35)
@@ -460,8 +460,8 @@ def test_costs_of_slices_add_up_to_the_microbatch():
 
 
 def test_slices_that_cannot_be_are_refused_by_name():
-    found = pp.tune(**sliced(slices=[1, 5], schedules=["1f1b", "seq1f1b"]))
-    assert {row.choice.slices for row in found.rows} == {1}
+    found = pp.tune(**sliced(slices=[0, 5], schedules=["1f1b", "seq1f1b"]))
+    assert {row.choice.slices for row in found.rows} == {0}
     assert list(found.refused) == ["seq1f1b of 2 ranks, 5 slices", "seq1f1b of 1 x 2 ranks, 5 slices"]
     assert "slices: got 5 and 12 tokens" in found.refused["seq1f1b of 2 ranks, 5 slices"]
     for options, told in (
@@ -469,9 +469,9 @@ def test_slices_that_cannot_be_are_refused_by_name():
             {"slices": [2], "schedules": ["1f1b"]},
             r"slices: got 2, and schedules \['1f1b'\], none of which has",
         ),
-        ({"slices": [1], "schedules": ["seq_zb"]}, r"slices: got 1, and schedules \['seq_zb'\], none of"),
+        ({"slices": [0], "schedules": ["seq_zb"]}, r"slices: got 0, and schedules \['seq_zb'\], none of"),
         ({"slices": 2}, "slices: got 2 of type int, expected a nonempty list of numbers of slices"),
-        ({"slices": [0]}, "slices = 0, expected an integer of at least 1"),
+        ({"slices": [-1]}, "slices = -1, expected an integer of at least 0"),
         ({"slices": [2], "model": model_of(), "args": torch.randn(4, D)}, "whose forward takes none of"),
     ):
         with pytest.raises((ValueError, TypeError, pp.StageError), match=told):

@@ -375,14 +375,15 @@ class Trainer:
             batches: inputs and targets of every step, all of one form.
             loss_weights, extras: the weights and extras of every step.
             carry: first carries of the first step, of all stages of this process. Each further step begins
-                with the last carries of the step before, which have to have the form of the first.
+                with the last carries of the step before, which have to have the form of the first. Without
+                any, every step begins anew.
             return_losses, return_outputs, return_norms: the arguments of :meth:`step`.
             return_carry: whether the metrics of the last step have its last carries.
 
         Raises:
             As :meth:`step`.
         """
-        kept = return_carry or carry is not None
+        kept = return_carry or bool(carry)
         run = self._step.returning(*_wanted(return_losses, return_outputs, kept))
         given = batches, loss_weights, seed, extras, carry
         after, metrics = _state_and_metrics(*self._run(run, self._rule, state, given, return_norms))

@@ -82,7 +82,7 @@ class Cuts:
         for rows in self._sizes:
             try:
                 args = rows_of(self._args, rows)
-                return split(model, args, at=at, slices=slices if slices > 1 else None)
+                return split(model, args, at=at, slices=slices or None)
             except (ValueError, StageError) as error:
                 failed.append(error)
         raise failed[0]
@@ -132,9 +132,9 @@ def rows_of(tree: Any, rows: int) -> Any:
 
 
 def batch_of(tree: Any, rows: int, sequences: int, slices: int) -> Any:
-    """Make a batch of ``rows`` rows, with several slices cut into the slices of the sequences."""
+    """Make a batch of ``rows`` rows, cut into the slices of the sequences unless ``slices`` is 0."""
     batch = rows_of(tree, rows)
-    return microbatch(batch, sequences, slices=slices) if slices > 1 and tree_leaves(tree) else batch
+    return microbatch(batch, sequences, slices=slices) if slices and tree_leaves(tree) else batch
 
 
 MICROBATCHES = 3  # of a step that is timed: most of them add to sums of gradients, as in a step of many
@@ -191,7 +191,7 @@ def times_of(
     batch: Sequence[Any],
     speeds: Speeds,
     ring: Ring = (1, 0, inf),
-    slices: int = 1,
+    slices: int = 0,
 ) -> Costs:
     """Return the costs of every stage: of whole backwards, of I and W apart, of updates; bytes as lowered.
 
@@ -202,12 +202,12 @@ def times_of(
             reads the gradients, and reads and writes parameters and optimizer. None to run every stage on one
             rank.
         ring: over which the collectives of stages are counted in either case.
-        slices: number of slices of each microbatch, whose costs are returned.
+        slices: number of slices of each microbatch, whose costs are returned; 0 for no carry.
     """
     count = len(parts.stages)
     ranks, chunks = (1, count) if speeds is None else (count, 1)
     schedule = looped_bfs(1, MICROBATCHES, count) if speeds is None else gpipe(count, MICROBATCHES)
-    schedule = seq1f1b(ranks, MICROBATCHES, slices, chunks) if slices > 1 else schedule
+    schedule = seq1f1b(ranks, MICROBATCHES, slices, chunks) if slices else schedule
     both = [make(parts, each) for each in (schedule, split_backward(schedule))]
     lowered, apart = (each.lower(parts.params, *batch, state=parts.state) for each in both)
     if speeds is None:

@@ -90,7 +90,7 @@ class Choice(NamedTuple):
         microbatch: rows of a microbatch.
         remat: argument of the engine, ``engines.graph(remat=...)``.
         shard: argument of the transport, ``P2P(mesh=..., axes=..., shard=...)``.
-        slices: number of slices of a sequence, 1 for whole microbatches.
+        slices: number of slices of a sequence, 0 for microbatches without a carry.
     """
 
     pipe: int
@@ -114,7 +114,7 @@ class Choice(NamedTuple):
     @property
     def of_rows(self) -> str:
         """Write the rows of a microbatch, and its slices."""
-        return f"microbatches of {self.microbatch}{f' in {self.slices} slices' * (self.slices > 1)}"
+        return f"microbatches of {self.microbatch}{f' in {self.slices} slices' * bool(self.slices)}"
 
 
 def grids_of(ranks: int, grids: Any, tensor: object) -> list[Grid]:
@@ -383,10 +383,10 @@ class Configurations:
         Candidates that are too large by an estimate come last, and only for want of rows: the smallest.
         """
         for choice in self._choices:
-            alone = {"seq1f1b": seq1f1b} if choice.slices > 1 else {"1f1b": one_f_one_b}
+            alone = {"seq1f1b": seq1f1b} if choice.slices else {"1f1b": one_f_one_b}
             builders = of_slices(self._builders, choice.slices) if choice.pipe > 1 else alone
             for name, build in builders.items():
-                cut = f", {choice.slices} slices" if choice.slices > 1 else ""
+                cut = f", {choice.slices} slices" if choice.slices else ""
                 self._try(f"{name} of {choice.grid} ranks{cut}", self._build, choice, build)
                 yield name
         while self.heap and not (self.heap[0].late and self.rows):
@@ -445,9 +445,9 @@ class Configurations:
     def _build(self, choice: Choice, builder: Callable[..., Schedule]) -> None:
         """Build a schedule, measure its stages, and simulate it."""
         microbatches = self._batch // choice.data // choice.microbatch
-        cut = (choice.slices,) if choice.slices > 1 else ()
+        cut = (choice.slices,) if choice.slices else ()
         schedule = builder(choice.pipe, microbatches, *cut)
-        if schedule.microbatches != microbatches * choice.slices:
+        if schedule.microbatches != microbatches * max(choice.slices, 1):
             raise ValueError("each rank has microbatches of its own; expected several pipelines instead")
         stages = len(set(schedule.model_stages))
         self._split(stages, 1, choice.slices)
@@ -533,8 +533,8 @@ class Configurations:
 
 
 def of_slices(builders: Mapping[str, Callable[..., Schedule]], slices: int) -> dict[str, Any]:
-    """Choose the builders of schedules with slices, or of whole microbatches where ``slices`` is 1."""
-    return {n: b for n, b in builders.items() if ("slices" in signature(b).parameters) == (slices > 1)}
+    """Choose the builders of schedules with slices, or without where ``slices`` is 0."""
+    return {n: b for n, b in builders.items() if ("slices" in signature(b).parameters) == bool(slices)}
 
 
 @contextmanager
@@ -584,7 +584,7 @@ def tune(
     microbatch: Sequence[int] | None = None,
     remat: Sequence[Any] = ("cheap", "full"),
     shard: Sequence[ShardWhat] = get_args(ShardWhat),
-    slices: Sequence[int] = (1,),
+    slices: Sequence[int] = (0,),
     latency: float = 0.0,
     bandwidth: float = inf,
     host: float | None = None,
@@ -624,7 +624,7 @@ def tune(
             microbatch per rank.
         remat: arguments of :func:`ppfunc.engines.graph`, the least recomputation first.
         shard: arguments of :class:`ppfunc.P2P`, for several pipelines.
-        slices: numbers of equal slices of a sequence to try, 1 for whole microbatches; others take schedules
+        slices: numbers of equal slices of a sequence to try, 0 for no carry; others take schedules
             of slices, a model as for ``pp.split(..., slices=)``, and targets with the tokens in axis 1. With
             ``speeds``, the slices of a sequence take equal times.
         latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline, data ranks
@@ -665,11 +665,11 @@ def tune(
         raise ValueError(f"shard: got {shard}, and no grid of several pipelines to cut over; leave it out")
     choices = list(choices_of(ranks, batch, every, microbatch, remat, shard, slices, grids != "any"))
     for k in slices:
-        require_counts(slices=k)
+        require_counts(0, slices=k)
         if not of_slices(builders, k):
             raise ValueError(
                 f"slices: got {k}, and schedules {list(builders)}, none of which has that many; expected"
-                " seq1f1b or seq_zb among them for several slices, others for 1"
+                " seq1f1b or seq_zb among them for slices, others for 0"
             )
 
     def trainer(parts: Split, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:

@@ -121,6 +121,17 @@ def test_a_trainer_goes_on_as_a_loop_of_torch_that_detaches(schedule, together, 
     assert losses[0] > losses[1] and not torch.equal(losses[-1], losses[-2])
 
 
+@pytest.mark.parametrize("carry", [None, {}])
+def test_steps_without_a_carry_begin_anew(carry):
+    trainer, state = _trainer()
+    batches = pieces(3)[:2]
+    after, found = trainer.steps(state, batches, carry=carry)
+    for batch, metrics in zip(batches, found, strict=True):
+        state, alone = trainer.step(state, *batch)
+        assert same_bits(metrics.loss, alone.loss)
+    assert same_bits(after.params, state.params)
+
+
 def test_uneven_slices_weigh_as_their_tokens():
     lengths = [5, 3, 4]
     trainer = new_trainer(
