@@ -438,6 +438,11 @@ def test_slices_are_tried_as_trainers_run_them():
     assert peak["seq1f1b"] < peak["1f1b"]
 
 
+def test_messages_of_slices_take_time():
+    found = pp.tune(**sliced(latency=1.0, slices=[4], schedules=["seq1f1b"], grids=[(2, 1)]))
+    assert found.rows and all(row.seconds > 2 for row in found.rows)  # there and back
+
+
 def test_costs_of_slices_add_up_to_the_microbatch():
     ids, targets = (rows_of(part, MICROBATCHES) for part in causal.batch())
 
