@@ -177,6 +177,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--in-process", action="store_true", help="run all ranks in this process")
     options = parser.parse_args(arguments)
+    if options.stages < 2:
+        parser.error("--stages: expected at least 2; --in-process runs them in one process")
     launch.run(write, options, (options.stages, 1, 1), options.in_process)
 
 

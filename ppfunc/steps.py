@@ -244,7 +244,8 @@ def value_and_grad(
         )
     _require_sums(wanted, per_microbatch, sum_dtype)
     require_one_of("on_nonfinite", on_nonfinite, get_args(_OnNonfinite))
-    more = {"aux": has_aux, "losses": return_losses, "outputs": return_outputs, "carry": return_carry}
+    more = {"aux": has_aux, "losses": return_losses, "outputs": return_outputs}
+    more |= {"carry": return_carry, "carry_grads": return_carry}
     wants = ("loss", *("input_grads" if n else "grads" for n in wanted), *_chosen(more))
     spec = StepSpec(
         "value_and_grad", wants, per_microbatch, loss_shape, overlapped, ties, sum_dtype,

@@ -227,6 +227,31 @@ def test_a_slice_of_no_weight_still_carries():
     close(grads, torch.func.grad(whole)(PARAMS))
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("build", [seq1f1b, seq_zb])
+def test_slices_of_padding_at_the_end_of_a_sequence_are_left_out(engine, build):
+    """No backward runs of what is no number; a slice of weight 0 before others is differentiated."""
+    inputs = INPUTS.clone()
+    inputs[:, TOKENS // 2 :] = torch.nan
+    inputs, targets = (pp.microbatch(batch, SEQUENCES, slices=4) for batch in (inputs, TARGETS))
+    step = pp.value_and_grad(
+        [linear_attention] * STAGES,
+        loss_fn,
+        build(STAGES, SEQUENCES, 4),
+        engine=ENGINES[engine],
+        loss_weights=[0, 1 / SEQUENCES, 0, 0] * SEQUENCES,
+    )
+
+    def whole(params):
+        y = INPUTS[:, : TOKENS // 2]
+        for s in range(STAGES):
+            y = linear_attention(params[s], y, None).y
+        return loss_fn(y[:, TOKENS // 4 :], TARGETS[:, TOKENS // 4 : TOKENS // 2])
+
+    loss, grads = step(PARAMS, inputs, targets)
+    close((grads, loss), torch.func.grad_and_value(whole)(PARAMS))
+
+
 def masked(y, target):
     """The mean over tokens that count, which is 0 / 0 of a slice of nothing but padding."""
     counted = target != 0
@@ -461,6 +486,25 @@ MISTAKES = {
         "inputs: got a whole batch, and the schedule 'seq1f1b' has 4 slices of a sequence; cut it,"
         " ppfunc.microbatch(inputs, 3, slices=4)",
     ),
+    "rows for slices": (
+        lambda: _step()(PARAMS, pp.microbatch(INPUTS.repeat(2, 1, 1), 12), BATCH[1]),
+        "inputs: got sequences in no slices, the schedule 'seq1f1b' has 4; ppfunc.microbatch(inputs, 3,"
+        " slices=4)",
+    ),
+    "slices without a carry": (
+        lambda: pp.value_and_grad([torch.add] * 2, loss_fn, pp.one_f_one_b(2, 6))({0: 1, 1: 1}, *cut(2)),
+        "inputs: got sequences in 2 slices, the schedule '1f1b' has none; ppfunc.microbatch(inputs, 6) cuts"
+        " as many",
+    ),
+    "extras in other slices": (
+        lambda: _step()(PARAMS, *BATCH, extras={0: pp.microbatch(INPUTS, SEQUENCES, slices=[1, 1, 1, 13])}),
+        "extras[0]: got 2 rows in slices of [1, 1, 1, 13] tokens, the inputs have 2 in [4, 4, 4, 4]; cut both"
+        " alike",
+    ),
+    "an axis of no slices": (
+        lambda: pp.microbatch(INPUTS, 3, axis=2),
+        "axis: got 2 without slices, of which it is the axis; leave it out",
+    ),
     "another number": (
         lambda: _step()(PARAMS, *map(pp.Microbatches, cut(2))),
         "inputs: got 6 microbatches, the schedule has 12",
@@ -562,9 +606,15 @@ def test_slices_are_joined_to_what_was_cut(slices):
     y = INPUTS
     for s in range(STAGES):
         y = cached_attention(PARAMS[s], y, None).y
-    close(run(PARAMS, cut(slices)[0]).join(slices=k), y)
+    found = run(PARAMS, cut(slices)[0])
+    close(found.join(axis=1) if k > 1 else found.join(), y)
+    if k > 1:
+        with pytest.raises(ValueError, match="got slices alone; give axis=1"):
+            found.join()
+    with pytest.raises(ValueError, match="got an axis alone; give slices=k"):
+        pp.microbatch(INPUTS, SEQUENCES).join(axis=1)
     with pytest.raises(ValueError, match="slices: got 5, expected a divisor of the 3 microbatches"):
-        pp.microbatch(INPUTS, SEQUENCES).join(slices=5)
+        pp.microbatch(INPUTS, SEQUENCES).join(slices=5, axis=1)
 
 
 def test_numbers_of_a_batch_are_those_of_each_slice_and_what_has_no_tokens_is_refused():

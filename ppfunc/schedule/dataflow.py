@@ -118,7 +118,7 @@ class Dataflow:
         makers: dict[tuple[int, int], list[tuple[int, int]]] = {
             (OWN, stage): [(stage, 0)] for stage in stages
         }
-        edges = [(a, b, int(self.schedule.leads_back(a, b))) for a, b in self.schedule.edges]
+        edges = [(a, b, self.schedule.shift(a, b)) for a, b in self.schedule.edges]
         carries = [(stage, stage, 1) for stage in stages]
         for a, b, shift in (*edges, *carries):
             if shift and self.schedule.slices < 2:
@@ -153,6 +153,6 @@ def edge_flows(schedule: Schedule) -> Iterator[EdgeFlow]:
     skips = frozenset(schedule.skips)
     for a, b in schedule.edges:
         far, near = (b, a) if (a, b) in skips else (None, None)
-        back = int(schedule.leads_back(a, b))
-        yield EdgeFlow(a, b, Op.F, Op.SEND_F, Op.RECV_F, far, near, back)
-        yield EdgeFlow(b, a, Op.B, Op.SEND_B, Op.RECV_B, near, far, -back)
+        shift = schedule.shift(a, b)
+        yield EdgeFlow(a, b, Op.F, Op.SEND_F, Op.RECV_F, far, near, shift)
+        yield EdgeFlow(b, a, Op.B, Op.SEND_B, Op.RECV_B, near, far, shift)

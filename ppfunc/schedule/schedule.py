@@ -177,9 +177,9 @@ class Schedule:
     def _places(self) -> dict[int, int]:
         return {stage: place for c in self.chains for place, stage in enumerate(c.stages)}
 
-    def leads_back(self, source: int, destination: int) -> bool:
-        """Tell whether an edge goes to an earlier stage of the chain, for the next slice of the sequence."""
-        return self._places[destination] < self._places[source]
+    def shift(self, source: int, destination: int) -> int:
+        """Return the distance of the microbatches at the ends of an edge: 1 where it leads back, else 0."""
+        return int(self._places[destination] < self._places[source])
 
     def joins(self, microbatch: int, shift: int) -> bool:
         """Tell whether a microbatch and the microbatch ``shift`` after it are slices of one sequence.

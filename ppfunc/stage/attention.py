@@ -42,9 +42,9 @@ def carried_attention(
             width.
         carry: keys and values of the slices before, as the call for the last of them returned; None for the
             first slice.
-        scale: factor of the products of queries and keys, float; ``d ** -0.5`` by default.
+        scale: factor of the products of queries and keys, float above 0; ``d ** -0.5`` by default.
         window: count of the tokens that a query sees, itself and those before, int; all by default. The carry
-            keeps ``window - 1`` of them.
+            is a view of the last ``window - 1`` of them.
 
     Returns:
         ``(y, carry)``: float[b, heads, t, width of v], and pairs ``(keys, values)``, the last of which are
@@ -66,6 +66,8 @@ def carried_attention(
     """
     past = () if carry is None else carry
     _require(q, k, v, past)
+    if scale is not None and not (isinstance(scale, int | float) and scale > 0):
+        raise ValueError(f"scale: got {shown(scale)}, expected a number above 0, or None for d ** -0.5")
     seen = (*past, (k, v))
     if window is not None:
         require_counts(window=window)

@@ -258,8 +258,18 @@ def _carrying(module: nn.Module, carry: str, call: Callable[..., Any]) -> Callab
             f"carry: got {shown(carry)}, expected a parameter of {kind}.forward after the first:"
             f" {', '.join(names[1:]) or 'none'}"
         )
+    backwards = [type(m).__name__ for m in module.modules() if getattr(m, "bidirectional", False) is True]
+    if backwards:
+        raise ValueError(
+            f"carry: got a bidirectional {backwards[0]}, which reads a sequence from its end too"
+        )
+    if isinstance(module, nn.RNNBase) and not module.batch_first:
+        raise ValueError(
+            f"carry: got {kind}(batch_first=False), but axis 0 has the rows of a microbatch; make it with"
+            " batch_first=True"
+        )
 
-    def carrying(params: State, x: Any, before: Any, *extras: Any) -> Output:
+    def carrying(params: State, x: Any, before: Any = None, *extras: Any) -> Output:
         result = call(params, x, {carry: before}, *extras)
         out = result if isinstance(result, Output) else Output(result)
         if not isinstance(out.y, tuple) or len(out.y) != 2 or out.y[1] is None:

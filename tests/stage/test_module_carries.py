@@ -166,6 +166,14 @@ class Bare(nn.Linear):
 
 
 MISTAKES = {
+    "backwards": (
+        lambda: pp.stage_from_module(nn.LSTM(2, 2, batch_first=True, bidirectional=True), carry="hx"),
+        "carry: got a bidirectional LSTM, which reads a sequence from its end too",
+    ),
+    "time first": (
+        lambda: pp.stage_from_module(nn.GRU(2, 2), carry="hx"),
+        "carry: got GRU(batch_first=False), but axis 0 has the rows of a microbatch",
+    ),
     "a name that forward lacks": (
         lambda: pp.stage_from_module(nn.LSTM(2, 2), carry="state"),
         "carry: got 'state' of type str, expected a parameter of LSTM.forward after the first: hx",

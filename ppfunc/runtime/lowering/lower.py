@@ -105,7 +105,7 @@ class StepSpec(NamedTuple):
     Args:
         name: name of the function that made it.
         wants: fields of :class:`~ppfunc.runtime.StepResult`, of ``"loss"``, ``"grads"``, ``"input_grads"``,
-            ``"outputs"``, ``"aux"``, ``"losses"``, ``"carry"``.
+            ``"outputs"``, ``"aux"``, ``"losses"``, ``"carry"``, ``"carry_grads"``.
         per_microbatch: keep the gradients of microbatches apart.
         loss_shape: shape of the loss of one microbatch.
         overlapped: runs the two parts of an ``OVERLAP_F_B``; by default one after the other.
@@ -219,7 +219,8 @@ class Edge(NamedTuple):
     Args:
         stage: the stage of the schedule at the other end, or ``BATCH``, ``CALLER``, ``NOWHERE``.
         signature: signature of the value that travels.
-        shift: 1 where the value is of the slice before, or goes to the slice after, else 0.
+        shift: 1 where the value is of the slice before, or is for the slice after, else 0. A tag has the
+            number of the microbatch that made the value.
     """
 
     stage: int
@@ -241,7 +242,7 @@ class Edge(NamedTuple):
         return self.leaves if forward else self.carrying
 
 
-def slices(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[Edge, slice]]:
+def places_of(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[Edge, slice]]:
     """Yield each edge with the place of its leaves in the tuple of all of them."""
     start = 0
     for edge in edges:
@@ -330,7 +331,7 @@ class LoweredStep(NamedTuple):
         assert message.microbatch is not None
         # A message has the number of the microbatch that made its value, which the next slice may read.
         peer = message.peer
-        ahead = message.op is Op.RECV_F and peer is not None and self.schedule.leads_back(peer, message.stage)
+        ahead = message.op is Op.RECV_F and peer is not None and self.schedule.shift(peer, message.stage)
         low = self.stages[message.stage, message.microbatch + ahead]
         edges = low.sinks if message.op in (Op.SEND_F, Op.RECV_B) else low.sources
         # Without a peer it goes to a neighbour, the first of them.
@@ -433,7 +434,7 @@ def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, Sequence[int]]]:
 
     Where a skip connection leads back, slices are yielded in turn. The order is the same on every rank.
     """
-    turns = schedule.slices if any(schedule.leads_back(*skip) for skip in schedule.skips) else 1
+    turns = schedule.slices if any(schedule.shift(*skip) for skip in schedule.skips) else 1
     for turn in range(turns):
         for chain in schedule.chains:
             for stage in chain.stages:
@@ -449,8 +450,8 @@ def _first(pipeline: Pipeline, form: StepForm, stage: int, source: int, microbat
     given = form.carry.get(schedule.model_stages[stage]) if source == stage else None
     if given is None:
         return Edge(CALLER, Signature.of(None))
-    first, wanted = given[microbatch // schedule.slices], "carry" in pipeline.spec.wants
-    return Edge(CALLER, first.with_grad() if wanted and not schedule.forward_only else first)
+    first = given[microbatch // schedule.slices]
+    return Edge(CALLER, first.with_grad() if "carry_grads" in pipeline.spec.wants else first)
 
 
 def ends_of(schedule: Schedule, stage: int) -> tuple[tuple[End, ...], tuple[End, ...]]:
@@ -464,8 +465,8 @@ def ends_of(schedule: Schedule, stage: int) -> tuple[tuple[End, ...], tuple[End,
     skips = sorted(schedule.skips, key=lambda skip: (model_stages[skip[0]], model_stages[skip[1]]))
     before, after = End(stages[at - 1] if at else BATCH), [End(s) for s in stages[at + 1 : at + 2]]
     carry = [End(stage, 1)] if schedule.slices else []
-    sources = [End(a, int(schedule.leads_back(a, b))) for a, b in skips if b == stage]
-    sinks = [End(b, int(schedule.leads_back(a, b))) for a, b in skips if a == stage]
+    sources = [End(a, schedule.shift(a, b)) for a, b in skips if b == stage]
+    sinks = [End(b, schedule.shift(a, b)) for a, b in skips if a == stage]
     return (before, *sources, *carry), (*after, *sinks, *carry)
 
 

@@ -16,7 +16,7 @@ from ppfunc.stage.operators import flop_counter
 from ppfunc.stage.program import Example, StageProgram
 from ppfunc.stage.tree import tree_map
 
-from ..lowering.lower import BATCH, CALLER, LoweredStage, LoweredStep, StepResult
+from ..lowering.lower import BATCH, CALLER, NOWHERE, LoweredStage, LoweredStep, StepResult
 from ..lowering.stage_programs import StagePrograms
 from ..ports.protocols import LossPart, Transport, form_of_sum
 from ..running.compile import CompiledStep, build_programs, compile_step
@@ -239,7 +239,7 @@ def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram], of_slice: 
     lows = {low.model_stage: (key, low) for key, low in every if key[1] % k == of_slice}
     sizes: dict[str, dict[int, float]] = {
         "bytes": {
-            s: sum(e.signature.nbytes for e in low.sinks[:1] if not e.shift)
+            s: sum(e.signature.nbytes for e in low.sinks[:1] if e.stage not in (key[0], CALLER, NOWHERE))
             for s, (key, low) in sorted(lows.items())
         },
         "parameters": {s: 2 * low.params.nbytes for s, (_, low) in sorted(lows.items())},

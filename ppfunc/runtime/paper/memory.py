@@ -26,7 +26,7 @@ from ppfunc.stage.layout import local
 from ppfunc.stage.program import Example, FlatProgram
 from ppfunc.stage.tree import tree_flatten, tree_leaves, tree_paths
 
-from ..lowering.lower import NOWHERE, LoweredStage, LoweredStep, slices
+from ..lowering.lower import NOWHERE, LoweredStage, LoweredStep, places_of
 from ..ports.protocols import (
     Among,
     Axes,
@@ -118,14 +118,16 @@ def residual_bytes(program: StageProgram, low: LoweredStage) -> tuple[int, int]:
         params, x, extras = Example.of(low.call.example, low.device).make()
         gy = cotangents_of(low)
         with ledger:
-            before = [t for edge, place in slices(low.sources) if edge.shift for t in x[place]]
+            before = [t for edge, place in places_of(low.sources) if edge.shift for t in x[place]]
             ledger.mark("params", (*params, *extras, *gy, *before))
             given = ledger.live
-            ledger.mark("residuals", [t for e, place in slices(low.sources) if not e.shift for t in x[place]])
+            ledger.mark(
+                "residuals", [t for e, place in places_of(low.sources) if not e.shift for t in x[place]]
+            )
             arguments = [x]
             del x
             y, saved = flat.forward(params, arguments.pop(), extras)
-            places = [place for edge, place in slices(low.sinks) if edge.shift and edge.stage != NOWHERE]
+            places = [place for edge, place in places_of(low.sinks) if edge.shift and edge.stage != NOWHERE]
             held, after = [saved], [y[place] for place in places]
             del y, saved
             kept = ledger.live - given

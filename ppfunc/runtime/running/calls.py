@@ -36,7 +36,7 @@ from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_leaves
 
 from ..lowering.comparison import checksum, differing
-from ..lowering.lower import NOWHERE, LoweredStage, LoweredStep, Overlapped, Program, slices
+from ..lowering.lower import NOWHERE, LoweredStage, LoweredStep, Overlapped, Program, places_of
 from ..lowering.ties import OTHER_VALUES, Place, SharedLeaf, differs
 from ..ports.protocols import Call, Collective, Transport, apart
 from ..values.buffers import (
@@ -77,7 +77,7 @@ def forward_call(low: LoweredStage, program: FlatProgram, key: Key, keep_residua
     sources = input_tags(low, key)
     sinks = [
         (Tag("F", stage, e.stage, microbatch), place)
-        for e, place in slices(low.sinks)
+        for e, place in places_of(low.sinks)
         if e.leaves and e.stage != NOWHERE
     ]
     sent = sum(len(e.leaves) for e in low.sinks)
@@ -226,7 +226,7 @@ def _pass_on(low: LoweredStage, key: Key) -> Callable[[Buffers, LeafGradients], 
     (stage, microbatch), device = key, low.device
     sources = [
         (Tag("B", stage, e.stage, microbatch - e.shift), e.carrying, place)
-        for e, place in slices(low.sources, carrying=True)
+        for e, place in places_of(low.sources, carrying=True)
         if e.carrying
     ]
 

@@ -26,7 +26,7 @@ from ppfunc.stage.tree import tree_leaves, tree_map, tree_structure
 
 from ..lowering.lower import BATCH, CALLER, Aux, LoweredStage, LoweredStep, StepResult
 from ..ports.protocols import Transport
-from ..values.arguments import Microbatches, StepArguments, joined
+from ..values.arguments import Microbatches, SequenceCut, StepArguments, joined
 from ..values.buffers import (
     Buffers,
     Compared,
@@ -277,7 +277,7 @@ def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffe
         without_constants(_in_form_of_inputs(outputs, lowered, owned)) if outputs else None,
         _aux(lowered, arguments, buffers, lasts, owned) if "aux" in wants else None,
         carry=_carries(lowered, buffers, "F", owned) if "carry" in wants else None,
-        carry_grads=_carries(lowered, buffers, "B", owned) if "carry" in wants else None,
+        carry_grads=_carries(lowered, buffers, "B", owned) if "carry_grads" in wants else None,
     )
 
 
@@ -364,7 +364,9 @@ def _in_form_of_inputs(rows: list[Any], lowered: LoweredStep, owned: Owned) -> A
     """Join rows along axis 0 where the inputs were a whole batch; else return Microbatches."""
     if lowered.form.rows is not None:
         return Microbatches(rows).join()
-    return Microbatches(tree_map(owned, row) for row in rows)
+    k = lowered.schedule.slices
+    cut = SequenceCut(lengths=(0,) * k) if k else None
+    return Microbatches(tree_map(owned, row) for row in rows)._as_cut(cut)
 
 
 def _aux(

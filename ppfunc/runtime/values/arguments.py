@@ -97,19 +97,19 @@ class SequenceCut(NamedTuple):
     """Describe the slices that :func:`microbatch` has cut.
 
     Args:
-        rows: number of rows of a sequence.
-        lengths: tokens of each slice of a sequence.
-        axis: axis of the tokens.
+        rows: number of rows of a sequence, 0 if unknown.
+        lengths: tokens of each slice of a sequence, 0 if unknown; empty where no slices were cut.
+        axis: axis of the tokens, 0 if unknown.
     """
 
-    rows: int
-    lengths: tuple[int, ...]
-    axis: int
+    rows: int = 0
+    lengths: tuple[int, ...] = ()
+    axis: int = 0
 
     def goes_with(self, other: "SequenceCut") -> bool:
         """Tell whether rows are as many, and as many tokens cut alike: a loss might broadcast others."""
         same = self.lengths == other.lengths or sum(self.lengths) != sum(other.lengths)
-        return same and self.rows == other.rows
+        return not self.rows or not other.rows or (same and self.rows == other.rows)
 
 
 @naming_arguments
@@ -192,28 +192,32 @@ class Microbatches:
         """Apply a function to each microbatch."""
         return Microbatches(map(function, self.trees))._as_cut(self._cut)
 
-    def join(self, slices: int | None = None, axis: int = 1) -> Any:
+    def join(self, slices: int | None = None, axis: int | None = None) -> Any:
         """Concatenate the microbatches along axis 0 into one tree, which undoes :func:`ppfunc.microbatch`.
 
         Args:
-            slices: number of slices of a sequence, which are concatenated along ``axis`` before. Microbatches
-                of :func:`ppfunc.microbatch` know theirs; outputs of a step do not.
-            axis: axis of the tokens.
+            slices: number of slices of a sequence, which are concatenated along ``axis`` before. What was cut
+                by :func:`ppfunc.microbatch`, and what a step returns, know theirs.
+            axis: axis of the tokens. What was cut knows it.
 
         Raises:
-            ValueError: the microbatches do not make up whole sequences.
+            ValueError: the microbatches do not make up whole sequences; slices without an axis, or an axis
+                without slices.
 
         >>> from ppfunc.runtime import microbatch
         >>> microbatch(torch.arange(4), 2).join()
         tensor([0, 1, 2, 3])
-        >>> Microbatches(microbatch(torch.arange(8).view(2, 4), 2, slices=[3, 1])).join(slices=2)
+        >>> Microbatches(microbatch(torch.arange(8).view(2, 4), 2, slices=[3, 1])).join(slices=2, axis=1)
         tensor([[0, 1, 2, 3],
                 [4, 5, 6, 7]])
         """
-        if slices is None and self._cut is not None:
-            slices, axis = len(self._cut.lengths), self._cut.axis
-        if slices is None:
+        if self._cut and len(self._cut.lengths) > 1:
+            slices, axis = slices or len(self._cut.lengths), axis or self._cut.axis or None
+        if slices is None and axis is None:
             return tree_map(joined, *self.trees)
+        if slices is None or axis is None:
+            got, lacks = ("slices", "axis=1, that of their tokens") if slices else ("an axis", "slices=k")
+            raise ValueError(f"join: got {got} alone; give {lacks}, too")
         require_counts(slices=slices, axis=axis)
         if len(self) % slices:
             raise ValueError(f"slices: got {slices}, expected a divisor of the {len(self)} microbatches")
@@ -623,8 +627,10 @@ def microbatch(
         cut = [_slices_of(tree, slices, axis) for tree in microbatch(batch, microbatches)]
         return Microbatches(chain.from_iterable(trees for _, trees in cut))._as_cut(cut[0][0])
     leaves, form = read_tree(with_constants(batch, "batch"), "batch", microbatches)
+    if axis != 1:
+        raise ValueError(f"axis: got {axis} without slices, of which it is the axis; leave it out")
     parts = map(form.signature.wrap, form.cut(leaves, microbatches))
-    return Microbatches(map(without_constants, parts))
+    return Microbatches(map(without_constants, parts))._as_cut(SequenceCut())
 
 
 def _slices_of(tree: Any, slices: int | Sequence[int], axis: int) -> tuple[SequenceCut | None, Iterator[Any]]:
@@ -859,8 +865,7 @@ def read_arguments(
             f"carry: got one, and stages of the schedule {schedule.name!r} have replicas; leave it out"
         )
     require_trees("carry", carry, stages, some=True)
-    if schedule.slices:
-        _require_cut(raw, schedule)
+    _require_cut(raw, schedule)
     reader = _Reader({} if last is None else last.trees, m, abstract)
     params = {s: reader.read_detached(tree, f"params[{s}]") for s, tree in raw.params.items()}
     states = {s: reader.read_detached(tree, f"state[{s}]") for s, tree in state.items()}
@@ -1024,14 +1029,14 @@ def _zeros(weights: torch.Tensor | None, slices: int) -> tuple[frozenset[int], f
     """Find the microbatches of weight 0, as far as the host knows the weights and no transform hides them.
 
     Returns:
-        Microbatches that are left out, and slices that still carry, since others of their sequence weigh.
+        Microbatches that are left out, and slices that still carry, since later slices of their sequence weigh.
     """
     if weights is None or weights.device.type != "cpu" or is_wrapped(weights):
         return frozenset(), frozenset()
     rows = weights.view(-1, slices).tolist()
     zeros = {n * slices + m for n, row in enumerate(rows) for m, weight in enumerate(row) if weight == 0}
-    whole = frozenset(m for m in zeros if not any(rows[m // slices]))
-    return whole, frozenset(zeros - whole)
+    out = frozenset(m for m in zeros if not any(rows[m // slices][m % slices :]))
+    return out, frozenset(zeros - out)
 
 
 def _warn_of_tokens(inputs: Any, schedule: Schedule) -> None:
@@ -1047,7 +1052,10 @@ def _warn_of_tokens(inputs: Any, schedule: Schedule) -> None:
 
 
 def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
-    """Raise ValueError for whole batches under a schedule of slices: nothing says along which axis to cut."""
+    """Raise ValueError for batches that are cut otherwise than the schedule, and others than the inputs.
+
+    Whole batches are refused under a schedule of slices: nothing says along which axis to cut.
+    """
     k, sequences = schedule.slices, schedule.sequences
     inputs: SequenceCut | None = None
     extras = {f"extras[{s}]": batch for s, batch in (raw.extras or {}).items()}
@@ -1058,16 +1066,17 @@ def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
                 f" cut it, ppfunc.microbatch({name}, {sequences}, slices={k})"
             )
         cut = batch._cut if isinstance(batch, Microbatches) else None
-        if cut is not None and len(cut.lengths) != k:
+        if cut is not None and (len(cut.lengths) or 1) != max(k, 1):
+            more, got = f", slices={k}" if k else "", len(cut.lengths) or "no"
             raise ValueError(
-                f"{name}: got sequences in {len(cut.lengths)} slices, the schedule {schedule.name!r} has {k};"
-                f" ppfunc.microbatch({name}, {sequences}, slices={k}) cuts as many"
+                f"{name}: got sequences in {got} slices, the schedule {schedule.name!r} has"
+                f" {k or 'none'}; ppfunc.microbatch({name}, {sequences}{more}) cuts as many"
             )
         if name == "inputs":
             inputs = cut
-        if name == "targets" and inputs and cut and not inputs.goes_with(cut):
+        if name != "inputs" and inputs and cut and not inputs.goes_with(cut):
             raise ValueError(
-                f"targets: got {cut.rows} rows in slices of {list(cut.lengths)} tokens, the inputs have"
+                f"{name}: got {cut.rows} rows in slices of {list(cut.lengths)} tokens, the inputs have"
                 f" {inputs.rows} in {list(inputs.lengths)}; cut both alike"
             )
     for stage, batch in (raw.carry or {}).items():

@@ -103,18 +103,19 @@ def decode(ranks: int, sequences: int, slices: int = 2) -> Schedule:
     rank 1   .  1F0 1F2 1F4 1F1 1F3 1F5
 
     Args:
-        ranks: number of ranks p, one stage each.
+        ranks: number of ranks p, one stage each, from 2: a single stage hands itself what it returns.
         sequences: number of sequences n; microbatch m is slice ``m % k`` of sequence ``m // k``.
         slices: number of slices k of a sequence.
 
     Raises:
-        ValueError: an argument is below 1.
+        ValueError: an argument is below 1, or ``ranks`` below 2.
     """
-    require_counts(ranks=ranks, sequences=sequences, slices=slices)
+    require_counts(2, ranks=ranks)
+    require_counts(sequences=sequences, slices=slices)
     order = [n * slices + j for j in range(slices) for n in range(sequences)]
     programs = ([F(rank, m) for m in order] for rank in range(ranks))
     made = single_chain("decode", loop(ranks), sequences * slices, programs, slices=slices)
-    return replace(made, skips=((ranks - 1, 0),) if ranks > 1 else ())
+    return replace(made, skips=((ranks - 1, 0),))
 
 
 _Places = list[tuple[int, int]]  # chunk and microbatch, in order

@@ -182,7 +182,7 @@ def _arrows(schedule: Schedule, rows: list[list[_Slice]]) -> Iterator[_TraceEven
     forward, backward = _places(rows, (Op.F,)), _places(rows, (Op.B, Op.I))
     number = 0
     for source, target in schedule.crossing_edges:
-        shift = int(schedule.leads_back(source, target))
+        shift = schedule.shift(source, target)
         for name, made, used in (
             ("activation", forward.get(source, {}), forward.get(target, {})),
             ("gradient", backward.get(target, {}), backward.get(source, {})),

@@ -381,7 +381,7 @@ def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedu
             )
     edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
-    return replace(bare, skips=tuple(dict.fromkeys(edges)))
+    return replace(bare, skips=tuple(dict.fromkeys((*schedule.skips, *edges))))
 
 
 def append_tail(

@@ -298,7 +298,7 @@ def _messages(schedule: Schedule) -> int:
     walked = {stage: len(chain.microbatches) for chain in schedule.chains for stage in chain.stages}
     ways = 1 if schedule.forward_only else 2
     # The last slice of a sequence sends nothing back to the next.
-    kept = [schedule.sequences if schedule.leads_back(*edge) else 0 for edge in schedule.crossing_edges]
+    kept = [schedule.sequences if schedule.shift(*edge) else 0 for edge in schedule.crossing_edges]
     return sum(walked[source] for source, _ in schedule.crossing_edges) * ways - sum(kept)
 
 

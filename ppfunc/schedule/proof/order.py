@@ -206,7 +206,7 @@ def _check_complete(flow: Dataflow, record: OrderRecord) -> None:
                 reason = "its weight gradient W is missing: after I there must be one W"
                 raise fault_at(schedule, position, reason)
     for (op, stage, peer), (first, other) in flow.routes.items():
-        back = op is Op.SEND_F and peer is not None and schedule.leads_back(stage, peer)
+        back = op is Op.SEND_F and peer is not None and schedule.shift(stage, peer)
         here, there = (record.sends, record.receives)[:: 1 if op in SENDS else -1]
         for microbatch, number in here[first].items():
             if back and not schedule.joins(microbatch, 1):

@@ -24,7 +24,7 @@ def check_structure(schedule: Schedule) -> None:
     _check_skips(schedule)
     for rank, program in enumerate(schedule.programs):
         _check_program(schedule, rank, program, ranges)
-    back = next((skip for skip in schedule.skips if schedule.leads_back(*skip)), None)
+    back = next((skip for skip in schedule.skips if schedule.shift(*skip)), None)
     if back and not schedule.forward_only:
         raise _plain(f"skip {back} leads back, to the next slice of a sequence: expected no backward")
 

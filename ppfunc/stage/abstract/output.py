@@ -97,7 +97,7 @@ class StageFunction:
         if (out.carry is None) is self.carries:
             raise ValueError(
                 "it returns no carry, but the schedule has slices: return Output(y, carry=tree), or carry=()"
-                " if the next slice needs none"
+                " if the next slice needs none, or, of a module, stage_from_module(module, carry=name)"
                 if out.carry is None
                 else "it returns a carry, but the schedule has no slices: take one of slices, such as seq1f1b"
             )
