@@ -129,8 +129,9 @@ def value_and_grad(
         loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each by default, with a warning
             where microbatches have unlike numbers of rows. A microbatch of weight 0 contributes nothing to
             loss and gradients, even if its numbers are not finite: only its forward runs, for metrics and
-            states. Weights on a device are not read by the host: such a microbatch runs, its loss is left
-            out, and 0 times its gradients is added.
+            states; of a slice before others with a weight the backward runs, for its carry. Weights on a
+            device are not read by the host: such a microbatch runs, its loss is left out, and 0 times its
+            gradients is added.
         argnums: arguments to differentiate the loss in: 0 for the parameters, 1 for the inputs, or a tuple of
             both, in either order.
         has_aux: whether to return ``aux`` of the loss function, metrics and state too.

@@ -132,7 +132,7 @@ def test_a_skip_leads_back_from_any_stage_to_any_before_it():
     schedule = from_json(to_json(pp.with_skips(base, [(2, 1)])))
     run = pp.evaluate([first, second, third], None, schedule, return_outputs=True)
     found = run({s: {} for s in range(3)}, pp.microbatch(torch.ones(1, 4), 1, slices=4))
-    assert found.join().flatten().tolist() == [2, 6, 14, 30]
+    assert found.join(axis=1).flatten().tolist() == [2, 6, 14, 30]
 
 
 def by_process(rank, size):

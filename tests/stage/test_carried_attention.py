@@ -182,6 +182,10 @@ def test_pairs_may_be_joined():
 
 Q, K, V = drawn()
 MISTAKES = {
+    "a scale that turns all around": (
+        lambda: pp.carried_attention(Q, K, V, None, scale=-1.0),
+        "scale: got -1.0 of type float, expected a number above 0",
+    ),
     "no tensor": (lambda: pp.carried_attention(Q, None, V, None), "k: got NoneType, expected floating point"),
     "integers": (lambda: pp.carried_attention(Q.long(), K, V, None), "q: got torch.int64, expected floating"),
     "two dtypes": (

@@ -1029,7 +1029,7 @@ def _zeros(weights: torch.Tensor | None, slices: int) -> tuple[frozenset[int], f
     """Find the microbatches of weight 0, as far as the host knows the weights and no transform hides them.
 
     Returns:
-        Microbatches that are left out, and slices that still carry, since later slices of their sequence weigh.
+        Microbatches that are left out, and slices that still carry, since later slices weigh.
     """
     if weights is None or weights.device.type != "cpu" or is_wrapped(weights):
         return frozenset(), frozenset()

@@ -375,9 +375,9 @@ def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedu
             )
         if places[destination] < places[source] and not (schedule.slices and schedule.forward_only):
             raise ValueError(
-                f"skips: got {(source, destination)}, which leads back to the next slice of a sequence, and"
-                f" {schedule.name} has {'a backward' if schedule.slices else 'no slices'}; take a schedule of"
-                " slices without a backward, such as decode, or a destination after the source"
+                f"skips: got {(source, destination)}, expected (source, destination), the source first: it leads"
+                f" back to the next slice of a sequence, and {schedule.name} has"
+                f" {'a backward' if schedule.slices else 'no slices'}; schedules such as decode can"
             )
     edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
