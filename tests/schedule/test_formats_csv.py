@@ -1,6 +1,7 @@
 """The CSV form: strict, plain for torch, with placement and chains found in the content."""
 
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, strategies as st
@@ -22,7 +23,7 @@ from tests.schedule.test_certificate_reference import flat, with_steps
 def test_compute_of_one_instruction_a_step_comes_back_equal(name):
     """Instructions, placement and chains of any schedule do: see ``test_universal.py``."""
     plain = compute_only(BUILDERS[name](4, 8))
-    assert from_csv(to_csv(plain), plain.name) == plain
+    assert from_csv(to_csv(plain), plain.name) == replace(plain, skips=())  # which messages tell
     assert ",," not in to_csv(place_communication(plain))
 
 

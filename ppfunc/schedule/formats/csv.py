@@ -77,6 +77,8 @@ def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
         schedule: a schedule, with ``waits`` one that ``check`` accepts.
         waits: whether a wait follows for every send, where ``send_completion`` says, and for every
             REDUCE_GRAD, at once: torch's runtime wants them from 2.15 on, and knows none before; a bool.
+
+    Skip connections are told by their messages alone: place these before, or write JSON.
     """
     require_schedule(schedule)
     rows = (",".join(_cells(schedule, rank, waits)) for rank in range(schedule.ranks))

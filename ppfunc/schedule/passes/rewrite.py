@@ -375,7 +375,7 @@ def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedu
             )
         if places[destination] < places[source] and not (schedule.slices and schedule.forward_only):
             raise ValueError(
-                f"skips: got {(source, destination)}, expected (source, destination), the source first: it leads"
+                f"skips: got {(source, destination)}, expected (source, destination) in order: it leads"
                 f" back to the next slice of a sequence, and {schedule.name} has"
                 f" {'a backward' if schedule.slices else 'no slices'}; schedules such as decode can"
             )
