@@ -219,6 +219,10 @@ def slice_lengths(tokens: int, slices: int, attention: float = 0, *, multiple: i
     require_number("attention", attention, 0)
     if tokens % multiple:
         raise ValueError(f"tokens = {tokens}, expected a multiple of {multiple}")
+    if slices > tokens // multiple:
+        raise ValueError(
+            f"slices = {slices}, expected at most {tokens // multiple}, one per {multiple} tokens"
+        )
     share = Fraction(attention) * multiple
     parts: list[Any] = [1 + share * (2 * n + 1) / 2 for n in range(tokens // multiple)]
     return tuple(multiple * size for size in partition_balanced(parts, slices).sizes)
