@@ -141,6 +141,10 @@ if TYPE_CHECKING:
         per_sample_grad as per_sample_grad,
     )
     from .tuning.tune import tune as tune
+    from .vocabulary import (
+        vocabulary_cross_entropy as vocabulary_cross_entropy,
+        vocabulary_parallel as vocabulary_parallel,
+    )
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -170,5 +174,6 @@ else:
             "training": "Precision Trainer TrainState checkpoint dynamic_scale optim static_scale",
             "transforms": "hvp jvp per_sample_grad",
             "tuning.tune": "tune",
+            "vocabulary": "vocabulary_cross_entropy vocabulary_parallel",
         },
     )

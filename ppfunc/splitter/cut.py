@@ -556,6 +556,15 @@ class Source:
         other.loaded = {**self.loaded, **loaded}
         return other
 
+    def require_output_layer(self) -> None:
+        """Raise StageError unless the last stage is a linear layer, and functions of each of its results."""
+        mend = 'cut at the output layer, ppfunc.split(model, args, at=[..., "lm_head"]), without labels'
+        parts = [codes[-1].part for codes in self._codes.values()]
+        for part in parts:
+            found = _beside_output_layer(part, self.stages - 2)
+            if found:
+                raise StageError(f"the last stage, at {self.names[-1]}" if self.names else MODEL, found, mend)
+
     @property
     def cut(self) -> str:
         """Name the model, its cuts, and a digest of the names that its stages hold: the same on all ranks."""
@@ -691,6 +700,25 @@ class Source:
                 "give inputs of the form at the split, several microbatches as ppfunc.Microbatches([...]); or"
                 " split with one example of each form, ppfunc.split(model, ppfunc.Microbatches([...]))",
             ) from error
+
+
+def _beside_output_layer(part: StagePart, before: int) -> str:
+    """Describe the first operator of a stage beside a linear layer and functions of each logit."""
+    given = [node for nodes in part.received.values() for node in nodes]
+    weights = {n for node in part.body for n in node.all_input_nodes} - {*part.body, *given}
+    if not part.params or part.constants or part.state or part.kept or part.received.keys() != {before}:
+        return "it is no linear layer of a value of the stage before: it takes other values, or keeps a state"
+    logits: set[Node] = set()
+    for node in part.body:
+        taken = {*node.all_input_nodes}
+        of_weights, of_logits = not taken.isdisjoint(weights), not taken.isdisjoint(logits)
+        alone = node.target in _CASTS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+        layer = node.target is aten.linear.default and node.args[0] not in weights | logits and not logits
+        if is_random(node) or (of_weights and not layer) or (of_logits and not (alone and taken <= logits)):
+            return f"it calls {node.target}{node.meta['place']}"
+        if of_weights or of_logits:
+            logits.add(node)
+    return "" if logits else "it calls no linear layer"
 
 
 class Footprint(NamedTuple):

@@ -198,6 +198,15 @@ class Split:
                 entries[name] = self._source.loaded.get(first, tensor)
         return entries
 
+    def output_rows(self) -> int:
+        """Return the size of the vocabulary of the last stage, if that is the output layer of the model.
+
+        Raises:
+            StageError: the last stage does more than a linear layer and functions of each logit.
+        """
+        self._source.require_output_layer()
+        return len(self.model.get_parameter(self._source.held[-1].params[0]))
+
     def _joined(self, params: Params, state: Params | None) -> dict[str, Tensor]:
         """Collect all tensors by name, of trees in the form of the split."""
         self.require_form(params, state)

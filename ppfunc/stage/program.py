@@ -158,6 +158,10 @@ WITHOUT_CARRY = "without_carry"
 """The attribute of a stage that cannot take a carry: the name of what has made it."""
 
 
+TARGETED = "targeted"
+"""The attribute of a stage that takes the target of a microbatch after its input, as a loss function does."""
+
+
 class Carried(NamedTuple):
     """The input of a slice, before it is taken apart for the stage.
 
