@@ -83,22 +83,28 @@ def vocabulary_cross_entropy(
     require_number("z_loss", z_loss)
     require_one_of("reduction", reduction, ("mean", "sum"))
 
-    def statistics(logits: Tensor, target: Any, start: int, vocabulary: int) -> tuple[Tensor, Tensor]:
+    def statistics(logits: Tensor, target: Any, start: int, vocabulary: int) -> tuple[Tensor, ...]:
         labels, _ = _labels_and_weights(target, logits.shape[:-1])
-        # One tensor as wide as the logits is kept for the backward.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # A constant: no sum of exponentials times exp(largest) depends on it.
+        largest = logits.detach().amax(-1).clamp(min=torch.finfo(logits.dtype).min)
+        shifted = logits - largest.unsqueeze(-1)
+        total = shifted.exp().sum(-1)  # whose backward keeps the exponentials, and nothing else as wide does
         own = labels - start
         held = (own >= 0) & (own < logits.shape[-1])
-        at_label = logits.gather(-1, own.clamp(0, logits.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+        at = torch.arange(own.numel(), device=own.device), own.clamp(0, logits.shape[-1] - 1).flatten()
+        at_label = shifted.flatten(0, -2)[at].view(own.shape) + largest
         wanted = torch.where(held, at_label, 0.0) * (1 - label_smoothing)
         if label_smoothing:
             wanted = wanted + logits.sum(-1) * (label_smoothing / vocabulary)
         known = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
-        return logits.logsumexp(-1), torch.where(known, wanted, torch.nan)
+        return largest, total, torch.where(known, wanted, torch.nan)
 
     def join(parts: tuple[Any, ...], target: Any) -> Tensor:
-        normalisers, wanted = (torch.stack(each) for each in zip(*parts, strict=True))
-        normaliser = normalisers.logsumexp(0)
+        largest, totals, wanted = (torch.stack(each) for each in zip(*parts, strict=True))
+        largest = largest.detach()
+        most = largest.amax(0)
+        normaliser = ((largest - most).exp() * totals).sum(0).log() + most
         labels, weights = _labels_and_weights(target, normaliser.shape)
         losses = normaliser - wanted.sum(0)
         if z_loss:

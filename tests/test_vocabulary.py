@@ -171,6 +171,24 @@ def test_a_part_keeps_its_logits_once(dtype):
     assert tokens * rows * 4 <= sum(kept.values()) <= tokens * (rows + 16) * 4
 
 
+def test_a_part_of_padding_gets_zeros():
+    """A bias of minus infinity takes an entry out of the vocabulary."""
+    params, (ids, labels) = params_of(), batch()
+    params[2]["bias"][6:] = -torch.inf
+
+    def linear(p: Any, h: Tensor) -> Tensor:
+        return F.linear(h, p["weight"], p["bias"])
+
+    def at_once(p: Any) -> Tensor:
+        return whole_loss(linear(p[2], mlp(p[1], embed(p[0], ids))), labels % 6)
+
+    model = pp.vocabulary_parallel([embed, mlp, linear], [6, 5])
+    near(
+        torch.func.grad_and_value(lambda p: run(model, model.cut(p), ids, labels % 6))(params),
+        torch.func.grad_and_value(at_once)(params),
+    )
+
+
 def test_a_label_outside_the_vocabulary_is_not_silent():
     model = pp.vocabulary_parallel(STAGES, [6, 5])
     params, (ids, labels) = params_of(), batch()
