@@ -243,7 +243,7 @@ def plan(options: argparse.Namespace, mesh: DeviceMesh | None = None) -> Plan:
         raise ValueError("--in-process runs one pipeline; leave --replicas and --tensor out")
     config = gpt.Config(options.width, options.layers, options.heads, options.context, tied=options.tied)
     tensor = mesh["tp"] if options.tensor > 1 and mesh is not None else None
-    model, parts = gpt.layers(config, tensor), len(schedule.chains[0].stages)
+    model, parts = gpt.layers(config, tensor), len(schedule.flows[0].stages)
     if parts > len(model):
         raise ValueError(
             f"the model has {len(model)} layers, too few for {parts} stages; take fewer --stages, or more"
@@ -276,7 +276,7 @@ def schedule_of(options: argparse.Namespace) -> Schedule:
         except ValueError as error:
             reason = reason or f": {error}"
             continue
-        if len(schedule.chains[0].stages) == wanted:
+        if len(schedule.flows[0].stages) == wanted:
             return schedule
     raise ValueError(
         f"no {options.schedule} schedule has {wanted} stages and {options.microbatches} microbatches{reason}"

@@ -72,7 +72,7 @@ def logging(options: argparse.Namespace, place: launch.Place, steps: int) -> tup
 def operations(options: argparse.Namespace) -> int:
     """Floating point operations of a step on all devices: counted, on tensors without values."""
     todo = plan(options)
-    params = {s: todo.initialise(s, 0, torch.device("meta")) for s in todo.schedule.chains[0].stages}
+    params = {s: todo.initialise(s, 0, torch.device("meta")) for s in todo.schedule.flows[0].stages}
     sequences = torch.empty(
         options.batch // options.replicas, options.context, dtype=torch.int64, device="meta"
     )
@@ -164,7 +164,7 @@ def train(options: argparse.Namespace, place: launch.Place) -> Result:
 def gathered(todo: Plan, state: pp.TrainState, place: launch.Place) -> list[gpt.Params]:
     """The parameters of the whole model, layer by layer, on every rank."""
     whole = []
-    for stage in todo.schedule.chains[0].stages:
+    for stage in todo.schedule.flows[0].stages:
         mine = state.params.get(stage) or gpt.initialise(
             todo.model, todo.partition.layers_of(stage), 0, place.device
         )

@@ -201,7 +201,7 @@ def called(
     def given(tree: Any) -> Any:
         return tree_map(lambda t: move(t.clone()), tree)
 
-    placement, chains = case.schedule.placement, case.schedule.chains
+    placement, chains = case.schedule.placement, case.schedule.flows
     first, last = ({placement[chain.stages[n]] for chain in chains} for n in (0, -1))
     held = case.params if rank is None else case.schedule.model_stages_of(rank)
     params, step, results = given({s: case.params[s] for s in held}), case.step(transport), []

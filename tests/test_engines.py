@@ -29,7 +29,7 @@ every = pytest.mark.parametrize("name", TRAINING)
 def run(schedule, engine, seed=SEED):
     schedule = remove_tail(schedule)  # that of data parallel ranks, and an optimizer's
     generator = torch.Generator().manual_seed(0)
-    stages = len(schedule.chains[0].stages)
+    stages = len(schedule.flows[0].stages)
     params = {s: {"w": torch.randn(D, D, generator=generator, dtype=torch.float64)} for s in range(stages)}
     inputs, targets = (
         torch.randn(schedule.microbatches * 3, D, generator=generator, dtype=torch.float64) for _ in range(2)

@@ -179,5 +179,5 @@ def test_the_last_slice_sends_nothing_back():
     lowered = place_communication(decode(2, 2, 2))
     zero, one = lowered.programs
     more = (Instruction(Op.RECV_F, 0, 3, 1),), (Instruction(Op.SEND_F, 1, 3, 0),)
-    with pytest.raises(ScheduleError, match="its microbatch is the last of its sequence"):
+    with pytest.raises(ScheduleError, match="the last slice of its sequence"):
         check(replace(lowered, programs=((*zero, more[0]), (*one, more[1]))))

@@ -237,7 +237,7 @@ def between_processes(rank, ranks, name):
     stages = [burdened if s == 0 else affine for s in range(len(params))]
     here = [
         m
-        for chain in schedule.chains
+        for chain in schedule.flows
         for m in chain.microbatches
         if schedule.placement[chain.stages[-1]] == rank
     ]
@@ -354,7 +354,7 @@ def train_in_processes(rank, ranks, kind):
     near(judged.losses, expected)
     near(metrics.losses, expected)
     mine = [
-        m for c in schedule.chains for m in c.microbatches if schedule.placement[c.stages[-1]] == rank or data
+        m for c in schedule.flows for m in c.microbatches if schedule.placement[c.stages[-1]] == rank or data
     ]
     if mine:
         outputs = torch.cat([rows[rank if data else 0][m][1].detach() for m in mine])

@@ -262,7 +262,7 @@ def test_a_schedule_is_a_value():
     schedule = deepspeed_train(4, 8)
     assert (schedule.stages, schedule.ranks, schedule.microbatches) == (4, 4, 8)
     assert [schedule.stages_of(r) for r in range(4)] == [(0,), (1,), (2,), (3,)]
-    (chain,) = schedule.chains
+    (chain,) = schedule.flows
     assert [*pairwise(chain.stages)] == [(0, 1), (1, 2), (2, 3)] and list(chain.microbatches) == [*range(8)]
     # Two loops over the steps of one rank do not disturb each other.
     program = schedule.programs[1]

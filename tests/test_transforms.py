@@ -55,7 +55,7 @@ def problem(schedule):
     def random(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    count = len(schedule.chains[0].stages)
+    count = len(schedule.flows[0].stages)
     params, tangents = (
         {s: {"w": random(D, D), "b": random(D), "table": random(2, D), "count": None} for s in range(count)}
         for _ in range(2)
@@ -323,7 +323,7 @@ def same_as_in_process(rank, ranks, transform, name, want):
     params, tangents = ({s: tree[s] for s in held} for tree in (given.params, given.tangents))
     got = OVER[transform](given, schedule, pp.P2P(timeout=30), params, tangents)
     if transform == "saliency" and got.input_grads is not None:
-        chains = [chain for chain in schedule.chains if schedule.placement[chain.stages[0]] == rank]
+        chains = [chain for chain in schedule.flows if schedule.placement[chain.stages[0]] == rank]
         cut = pp.microbatch(want.input_grads, schedule.microbatches)
         own = pp.Microbatches(cut[m] for chain in chains for m in chain.microbatches)
         want = want._replace(input_grads=own.join())

@@ -88,6 +88,7 @@ class StepFunction(Generic[P, R]):
         if pipeline.spec.finite:
             pipeline.transport.collective("world")  # to be had before the transport connects
         self._stages = pipeline.model_stages
+        self._targeted = pipeline.targeted
         # How the inputs are read of a model whose shapes are steered by the values of some of them.
         first = pipeline.stages[0] and inspect.unwrap(pipeline.stages[0])
         self._known = getattr(first, "known", None)
@@ -251,13 +252,13 @@ class StepFunction(Generic[P, R]):
     def _read_arguments(
         self, raw: RawArguments, last: StepForm | None, *, abstract: bool = False
     ) -> StepArguments:
-        with_targets, weights = self.pipeline.loss_fn is not None, self.pipeline.loss_weights
+        weights = self.pipeline.loss_weights
         if self._known is not None and raw.inputs is not None:
             raw = replace(raw, inputs=by_value(self._known, raw.inputs, self.schedule.microbatches))
         # Peers wait for the backward of a microbatch whose loss has no weight here.
         mixed = self.pipeline.transport.mixes_batches
         return read_arguments(
-            raw, self.schedule, self._stages, with_targets, last, weights, abstract=abstract, mixed=mixed
+            raw, self.schedule, self._stages, self._targeted, last, weights, abstract=abstract, mixed=mixed
         )
 
     def _read_steps(self, raw: RawArguments | list[RawArguments]) -> Sequence[StepArguments]:

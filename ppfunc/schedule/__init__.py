@@ -95,7 +95,7 @@ if TYPE_CHECKING:
         peak_activations as peak_activations,
         simulate as simulate,
     )
-    from .schedule import Chain as Chain, Schedule as Schedule, Step as Step, single_chain as single_chain
+    from .schedule import Flow as Flow, Schedule as Schedule, Step as Step, single_chain as single_chain
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
@@ -126,7 +126,7 @@ else:
             "planner.plan": "Plan plan",
             "proof.certificate": "check",
             "proof.timeline": "Timeline peak_activations simulate",
-            "schedule": "Chain Schedule Step single_chain",
+            "schedule": "Flow Schedule Step single_chain",
         },
     )
 

@@ -7,8 +7,10 @@ The document is one object; steps are lists of instructions in the grammar of
      "chains": [{"stages": [0, 1], "microbatches": [0, 2]}], "skips": [],
      "programs": [[["0F0"], ["0F1"], ["0B0"], ["0B1"]], ...]}
 
-``microbatches`` is the half-open range of the chain; ``placement[s]`` is the rank of stage ``s``; a schedule
-of slices has ``"slices": k`` beside them. Costs are an object of the values that differ from the defaults:
+``chains`` has the flows: ``microbatches`` is a half-open range, or ``{"numbers": [0, 2]}``; a flow that is
+no chain has ``"edges": [[0, 1], ...]`` beside them. ``placement[s]`` is the rank of stage ``s``. A schedule
+of slices has ``"slices": k``; ``"replicas": [[0, 3], ...]`` are left out where they are the stages at equal
+places of several flows. Costs are an object of the values that differ from the defaults:
 numbers, lists of numbers, or objects by stage; ``slices`` is a list of such objects.
 """
 
@@ -23,7 +25,7 @@ from ppfunc._checks import require_type
 
 from .errors import require_schedule
 from .instruction import FormatError, Instruction, parse_instruction, shortened
-from .schedule import Chain, Schedule
+from .schedule import Flow, Schedule, bounds, by_place
 
 FORMAT = "ppfunc.schedule"
 VERSION = 1
@@ -46,9 +48,13 @@ def to_json(schedule: Schedule) -> str:
         "version": VERSION,
         "name": schedule.name,
         "placement": schedule.placement,
-        "chains": [{"stages": c.stages, "microbatches": _bounds(c)} for c in schedule.chains],
+        "chains": [
+            {"stages": f.stages, "microbatches": _bounds(f)} | ({} if f.edges is None else {"edges": f.edges})
+            for f in schedule.flows
+        ],
         "skips": schedule.skips,
         **({"slices": schedule.slices} if schedule.slices else {}),
+        **({} if schedule.replicas == by_place(schedule.flows) else {"replicas": schedule.replicas}),
     }
     programs = ",\n".join(
         json.dumps([[str(i) for i in step] for step in program], separators=(",", ":"))
@@ -57,13 +63,12 @@ def to_json(schedule: Schedule) -> str:
     return f'{json.dumps(head)[:-1]}, "programs": [\n{programs}\n]}}\n'
 
 
-def _bounds(chain: Chain) -> list[int]:
-    if chain.microbatches.step != 1:
+def _bounds(flow: Flow) -> Any:
+    if isinstance(flow.microbatches, range) and flow.microbatches.step != 1:
         raise ValueError(
-            "the microbatches of a chain are consecutive: expected a range with step 1, got"
-            f" {chain.microbatches}"
+            f"the microbatches of a flow are a range with step 1, or a tuple, got {flow.microbatches}"
         )
-    return [chain.microbatches.start, chain.microbatches.stop]
+    return bounds(flow.microbatches)
 
 
 def from_json(text: str) -> Schedule:
@@ -160,6 +165,22 @@ def _pair(path: str, value: Any) -> tuple[int, int]:
     return numbers
 
 
+def _microbatches(path: str, value: Any) -> range | tuple[int, ...]:
+    if isinstance(value, dict):
+        return read(path, value, {"numbers": [_NUMBER]})["numbers"]
+    return range(*_pair(path, value))
+
+
+def _optional(form: dict[str, Any], **further: Any) -> Callable[[str, Any], Any]:
+    """Make the form of an object that may have further keys."""
+
+    def read_some(path: str, value: Any) -> Any:
+        given = {key: each for key, each in further.items() if isinstance(value, dict) and key in value}
+        return read(path, value, form | given)
+
+    return read_some
+
+
 def _instruction(path: str, value: Any) -> Instruction:
     text = TEXT(path, value)
     try:
@@ -176,7 +197,7 @@ _SCHEDULE = {
     ),
     "name": TEXT,
     "placement": [_NUMBER],
-    "chains": [{"stages": [_NUMBER], "microbatches": _pair}],
+    "chains": [_optional({"stages": [_NUMBER], "microbatches": _microbatches}, edges=[_pair])],
     "skips": [_pair],
     "programs": [[[_instruction]]],
 }
@@ -187,16 +208,16 @@ def read_schedule_at(path: str, document: Any) -> Schedule:
     for key in ("format", "version") if isinstance(document, dict) else ():
         # Before other keys, so that a newer document is called newer, not malformed.
         read(f"{path}.{key}", document.get(key), _SCHEDULE[key])
-    sliced = isinstance(document, dict) and "slices" in document
-    fields = read(path, document, _SCHEDULE | ({"slices": _NUMBER} if sliced else {}))
-    chains = tuple(Chain(c["stages"], range(*c["microbatches"])) for c in fields["chains"])
+    fields = _optional(_SCHEDULE, slices=_NUMBER, replicas=[[_NUMBER]])(path, document)
+    flows = tuple(Flow(f["stages"], f["microbatches"], f.get("edges")) for f in fields["chains"])
     return Schedule(
         fields["name"],
         fields["placement"],
-        chains,
+        flows,
         fields["programs"],
         fields["skips"],
         fields.get("slices", 0),
+        fields.get("replicas", by_place(flows)),
     )
 
 

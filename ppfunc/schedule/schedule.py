@@ -3,9 +3,10 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from graphlib import TopologicalSorter
 from itertools import chain, compress, pairwise
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
@@ -20,16 +21,30 @@ Step = tuple[Instruction, ...]
 Program = tuple[Step, ...]
 
 
-class Chain(NamedTuple):
-    """A path of stages that a set of microbatches walks.
+class Flow(NamedTuple):
+    """The way of a set of microbatches through the stages: a chain, or a graph.
+
+    Two flows may share stages. An edge between two stages is in every flow that has both.
 
     Args:
-        stages: stage numbers in the order of the forward.
-        microbatches: the numbers of the microbatches that walk it.
+        stages: stage numbers in the order of the forward, each after the stages that it needs. The last stage
+            has the loss function.
+        microbatches: the numbers of the microbatches: a range, or where they are not consecutive an
+            ascending tuple.
+        edges: pairs ``(a, b)``, where the output of stage ``a`` is the input of stage ``b``; None for a
+            chain, from each stage to the stage after it. The output goes to all stages with an edge from
+            ``a``; where several edges lead to ``b``, its input is the tuple of their outputs, in the order
+            of ``stages``. A stage to which no edge leads takes the batch.
     """
 
     stages: tuple[int, ...]
-    microbatches: range
+    microbatches: range | tuple[int, ...]
+    edges: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """List the edges, those of a chain too."""
+        return tuple(pairwise(self.stages)) if self.edges is None else self.edges
 
 
 @naming_arguments
@@ -47,7 +62,7 @@ class Schedule:
     Args:
         name: the name of the builder that made it, or of the file it was read from.
         placement: rank of every stage; ``placement[s]`` holds stage ``s``.
-        chains: the paths that microbatches walk through the stages.
+        flows: the ways of the microbatches through the stages.
         programs: program of each rank.
         skips: additional edges ``(source stage, destination stage)`` of skip connections. One that leads back
             to an earlier stage goes to the next slice of the sequence.
@@ -55,14 +70,17 @@ class Schedule:
             ``m % k`` of sequence ``m // k``. Every stage hands a carry from a slice to the next slice of the
             sequence, and its gradient back: an edge from the stage to itself that is shifted by one
             microbatch. With one slice, carries begin and end with each microbatch.
+        replicas: groups of stages that are copies of one stage of the model, with the same parameters. With
+            chains ``0..p-1`` and ``p..2p-1``: ``(0, p), (1, p+1), ...``.
     """
 
     name: str
     placement: tuple[int, ...]
-    chains: tuple[Chain, ...]
+    flows: tuple[Flow, ...]
     programs: tuple[Program, ...]
     skips: tuple[tuple[int, int], ...] = ()
     slices: int = 0
+    replicas: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(
@@ -94,18 +112,27 @@ class Schedule:
 
     @cached_property
     def stages(self) -> int:
-        """Count the stages, including the replicas in further chains."""
+        """Count the stages, each replica too."""
         return len(self.placement)
 
     @property
     def sequences(self) -> int:
-        """Count the sequences over all chains: the microbatches, where they are no slices."""
+        """Count the sequences over all flows: the microbatches, where they are no slices."""
         return self.microbatches // max(self.slices, 1)
 
     @cached_property
     def microbatches(self) -> int:
-        """Count the microbatches over all chains."""
-        return max((c.microbatches.stop for c in self.chains), default=0)
+        """Count the microbatches over all flows."""
+        return max((f.microbatches[-1] + 1 for f in self.flows), default=0)
+
+    @cached_property
+    def numbers(self) -> tuple[range | tuple[int, ...], ...]:
+        """List the microbatches of every stage, ascending."""
+        through: list[list[range | tuple[int, ...]]] = [[] for _ in self.placement]
+        for flow in self.flows:
+            for stage in flow.stages:
+                through[stage].append(flow.microbatches)
+        return tuple(map(merged, through))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """List the stages that ``rank`` holds, ascending."""
@@ -161,21 +188,51 @@ class Schedule:
         return not self.ops & {Op.B, Op.I, Op.W}
 
     @cached_property
-    def _successors(self) -> dict[int, int]:
-        return {a: b for c in self.chains for a, b in pairwise(c.stages)}
+    def heads(self) -> frozenset[int]:
+        """Return the stages that take the batch."""
+        return frozenset(stage for f in self.flows for stage in {*f.stages} - {b for _, b in f.pairs})
 
     @cached_property
-    def _predecessors(self) -> dict[int, int]:
-        return {b: a for a, b in self._successors.items()}
+    def ends(self) -> frozenset[int]:
+        """Return the last stages of the flows, which have the loss function."""
+        return frozenset(f.stages[-1] for f in self.flows)
+
+    @property
+    def chained(self) -> bool:
+        """Tell whether the stages form chains: each in one flow, without edges of its own."""
+        return (
+            all(f.edges is None for f in self.flows)
+            and sum(len(f.stages) for f in self.flows) == self.stages
+            and self.replicas == by_place(self.flows)
+        )
+
+    @cached_property
+    def _along(self) -> tuple[tuple[int, int], ...]:
+        return tuple(dict.fromkeys(pair for f in self.flows for pair in f.pairs))
+
+    @cached_property
+    def _successors(self) -> dict[int, int | None]:
+        return _only(self._along)
+
+    @cached_property
+    def _predecessors(self) -> dict[int, int | None]:
+        return _only((b, a) for a, b in self._along)
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
-        """List every ``(source stage, destination stage)`` that an activation travels."""
-        return (*self._successors.items(), *self.skips)
+        """List every ``(source stage, destination stage)`` that an activation travels, skips last."""
+        return (*self._along, *self.skips)
 
     @cached_property
     def _places(self) -> dict[int, int]:
-        return {stage: place for c in self.chains for place, stage in enumerate(c.stages)}
+        if len(self.flows) == 1:
+            return {stage: place for place, stage in enumerate(self.flows[0].stages)}
+        before: dict[int, list[int]] = {}
+        for f in self.flows:
+            for a, b in pairwise(f.stages):
+                before.setdefault(b, []).append(a)
+        sorter = TopologicalSorter(before | {f.stages[0]: before.get(f.stages[0], []) for f in self.flows})
+        return {stage: place for place, stage in enumerate(sorter.static_order())}
 
     def shift(self, source: int, destination: int) -> int:
         """Return the distance of the microbatches at the ends of an edge: 1 where it leads back, else 0."""
@@ -198,17 +255,17 @@ class Schedule:
         return f"{microbatch // self.slices}.{microbatch % self.slices}"
 
     def successor(self, stage: int) -> int | None:
-        """Return the next stage in the chain of ``stage``. Behind the last stage: None."""
+        """Return the stage to which the only edge from ``stage`` leads. If there is none, or more: None."""
         require_index("stage", stage, self.stages)
         return self._successors.get(stage)
 
     def predecessor(self, stage: int) -> int | None:
-        """Return the stage before ``stage`` in its chain. Before the first stage: None."""
+        """Return the stage from which the only edge to ``stage`` comes. If there is none, or more: None."""
         require_index("stage", stage, self.stages)
         return self._predecessors.get(stage)
 
     def other_end(self, message: Instruction) -> int | None:
-        """Return the stage with which a SEND or RECV exchanges its message. Where the chain ends: None."""
+        """Return the stage that a SEND or RECV has at its other end. Where no edge leads there: None."""
         require_type("message", message, Instruction, "an instruction such as 0SEND_F1")
         if message.peer is not None:
             return message.peer
@@ -221,20 +278,12 @@ class Schedule:
         return tuple((a, b) for a, b in self.edges if self.placement[a] != self.placement[b])
 
     @cached_property
-    def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Group the stages that hold the same parameters: equal positions of the chains.
-
-        Empty where there is one chain. With chains ``0..p-1`` and ``p..2p-1``: ``(0, p), (1, p+1), ...``.
-        """
-        if len(self.chains) < 2:
-            return ()
-        return tuple(zip(*(c.stages for c in self.chains), strict=True))
-
-    @cached_property
     def model_stages(self) -> tuple[int, ...]:
-        """Map each stage to its stage of the model: its position in its chain if there are several chains."""
-        positions = {stage: position for position, group in enumerate(self.replicas) for stage in group}
-        return tuple(positions.get(stage, stage) for stage in range(self.stages))
+        """Map each stage to its stage of the model: replicas to one, all numbered as the first of each."""
+        first = {stage: min(group) for group in self.replicas for stage in group}
+        firsts = [first.get(stage, stage) for stage in range(self.stages)]
+        number = {stage: n for n, stage in enumerate(sorted({*firsts}))}
+        return tuple(number[stage] for stage in firsts)
 
     def model_stages_of(self, rank: int) -> tuple[int, ...]:
         """List the stages of the model that ``rank`` runs, ascending; each process has its own replicas.
@@ -254,9 +303,10 @@ class Schedule:
         """
         head = [
             list(self.placement),
-            [[c.stages, [c.microbatches.start, c.microbatches.stop]] for c in self.chains],
+            [[f.stages, bounds(f.microbatches), *([] if f.edges is None else [f.edges])] for f in self.flows],
             self.skips,
             *([self.slices] if self.slices else []),
+            *([] if self.replicas == by_place(self.flows) else [{"replicas": self.replicas}]),
         ]
         state = hashlib.sha256(json.dumps(head, separators=(",", ":")).encode())
         for program in self.programs:
@@ -266,6 +316,33 @@ class Schedule:
             pairs = list(map(str, compress(instructions, parts)))
             state.update(f"\n{list(map(len, program))} {' '.join(ops)} {numbers} {pairs}".encode())
         return state.hexdigest()
+
+
+def _only(pairs: Iterable[tuple[int, int]]) -> dict[int, int | None]:
+    """Map the first of each pair to the second, and to None where there are several."""
+    found: dict[int, int | None] = {}
+    for a, b in pairs:
+        found[a] = None if a in found else b
+    return found
+
+
+def merged(sets: Sequence[range | tuple[int, ...]]) -> range | tuple[int, ...]:
+    """Return the microbatches of several flows, ascending."""
+    return sets[0] if len(sets) == 1 else tuple(sorted(chain(*sets)))
+
+
+def bounds(microbatches: range | tuple[int, ...]) -> dict[str, Any] | list[int]:
+    """Write the numbers of microbatches as JSON has them."""
+    if isinstance(microbatches, range):
+        return [microbatches.start, microbatches.stop]
+    return {"numbers": [*microbatches]}
+
+
+def by_place(flows: Sequence[Flow]) -> tuple[tuple[int, ...], ...]:
+    """Group the stages at equal places of several flows: the replicas of most schedules that have some."""
+    if len(flows) < 2:
+        return ()
+    return tuple(zip(*(f.stages for f in flows), strict=False))
 
 
 @collector_paused()
@@ -317,7 +394,7 @@ def single_chain(
     return Schedule(
         name,
         placement,
-        (Chain(tuple(range(len(placement))), range(microbatches)),),
+        (Flow(tuple(range(len(placement))), range(microbatches)),),
         tuple(tuple(zip(row)) for row in rows),
         slices=slices,
     )

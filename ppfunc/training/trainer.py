@@ -105,9 +105,10 @@ class LoweredTraining(Shown):
             scale=state.scale.get("scale"), update=update,
         )  # fmt: skip
         kept = "shards" if ranks.shards_params else "masters"
-        first = step.schedule.model_stages[step.schedule.chains[0].stages[0]]
         inputs = self._inputs if isinstance(self._inputs, Microbatches) else [self._inputs]
-        given = [leaf for tree in inputs for leaf in tree_leaves(tree) if first in stages]
+        homes = step.schedule.placement
+        heads = any(homes[stage] in step.ranks for stage in step.schedule.heads)
+        given = [leaf for tree in inputs for leaf in tree_leaves(tree) if heads]
         cast = [here(leaf) for leaf in given if self._rule.precision.to_compute(leaf) is not leaf]
         read = [*cast, state.step, state.scale, () if weights is None else weights]
         return arguments, {kept: state.params, "optimizer": state.optimizer, "batch": read}

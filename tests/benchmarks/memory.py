@@ -116,7 +116,7 @@ def checkpointed(run: list[gpt.Layer], save: bool) -> Callable[..., torch.Tensor
 
 def ends(schedule: Schedule, rank: int) -> Iterator[bool]:
     """Tell if this rank runs the first stage, and the last."""
-    return (schedule.placement[schedule.chains[0].stages[n]] == rank for n in (0, -1))
+    return (schedule.placement[schedule.flows[0].stages[n]] == rank for n in (0, -1))
 
 
 def trained(options: argparse.Namespace, name: str, schedule: Schedule, remat: Any, shard: str) -> Row:

@@ -174,7 +174,7 @@ def left_out(rank, size, name, engine, shard="none"):
         for s in mine:
             torch.testing.assert_close(found[s]["w"], grads[s], rtol=1e-12, atol=1e-12)
         if inputs is not None:
-            firsts = [c for c in build.chains if size == 1 or build.placement[c.stages[0]] == rank]
+            firsts = [c for c in build.flows if size == 1 or build.placement[c.stages[0]] == rank]
             rows = torch.cat([of_x[2 * m : 2 * m + 2] for c in firsts for m in c.microbatches])
             torch.testing.assert_close(inputs, rows, rtol=1e-12, atol=1e-12)
         trainer = new_trainer(

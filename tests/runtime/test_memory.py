@@ -45,7 +45,7 @@ def measured(rank, schedule, engine, transport):
     """The memory that is predicted for this rank, and what it holds in a step: the bytes, and where most."""
     stages, params, inputs, targets = problem(schedule)
     own = {s: params[s] for s in schedule.stages_of(rank)}
-    first, last = (schedule.placement[schedule.chains[0].stages[n]] == rank for n in (0, -1))
+    first, last = (schedule.placement[schedule.flows[0].stages[n]] == rank for n in (0, -1))
     batch = inputs if first else None, targets if last else None
     step = pp.value_and_grad(stages, squared, schedule, transport, engine=engine)
     memory = step.lower(own, *batch).memory_analysis()[rank]

@@ -47,7 +47,7 @@ def problem(schedule):
 
 
 def run(schedule, engine, overlapped, device="cpu"):
-    stages = [block] * len(schedule.chains[0].stages)
+    stages = [block] * len(schedule.flows[0].stages)
     arguments = optree.tree_map(lambda t: t.to(device), problem(schedule))
     return pp.value_and_grad(stages, loss_fn, schedule, engine=engine, overlapped=overlapped)(*arguments)
 

@@ -70,12 +70,12 @@ def held_by(schedule, rank, trees):
 
 def runs(schedule, rank, end):
     """Whether a rank runs a first stage (0) or a last one (-1)."""
-    return any(schedule.placement[chain.stages[end]] == rank for chain in schedule.chains)
+    return any(schedule.placement[chain.stages[end]] == rank for chain in schedule.flows)
 
 
 def microbatches_of(schedule, rank, end):
     """Those whose chain begins (0) or ends (-1) on a rank."""
-    chains = [chain for chain in schedule.chains if schedule.placement[chain.stages[end]] == rank]
+    chains = [chain for chain in schedule.flows if schedule.placement[chain.stages[end]] == rank]
     return [m for chain in chains for m in chain.microbatches]
 
 

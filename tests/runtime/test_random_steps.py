@@ -41,7 +41,7 @@ def right(seed: int) -> None:
             found = [loss, gradients]
             expected = [whole, {s: of_stages[s] for s in held}]
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
-            if inputs is not None and len(case.schedule.chains) == 1:
+            if inputs is not None and len(case.schedule.flows) == 1:
                 torch.testing.assert_close(
                     random_steps.rows(inputs), random_steps.rows(of_inputs), rtol=1e-9, atol=1e-11
                 )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-SENDING = {"SEND_F": ("F", 1), "SEND_B": ("B", -1)}
-RECEIVING = {"RECV_F": ("F", -1), "RECV_B": ("B", 1)}
+SENDING = {"SEND_F": "F", "SEND_B": "B"}
+RECEIVING = {"RECV_F": "F", "RECV_B": "B"}
 COMPUTING = ("F", "B", "I", "W")
 
 
@@ -13,47 +13,55 @@ def parts(instruction):
     return instruction.parts or (instruction,)
 
 
-def neighbour(schedule, stage, distance):
-    """The stage so far along the chain, None outside."""
-    stages = next(c.stages for c in schedule.chains if stage in c.stages)
-    at = stages.index(stage) + distance
-    return stages[at] if 0 <= at < len(stages) else None
+def along(flow):
+    return list(zip(flow.stages, flow.stages[1:], strict=False)) if flow.edges is None else list(flow.edges)
 
 
-def back(schedule, source, destination):
-    """Whether the destination comes before the source in their chain."""
-    stages = next(c.stages for c in schedule.chains if source in c.stages)
-    return stages.index(destination) < stages.index(source)
+def edges_of(schedule, microbatch):
+    """The edges (source, destination, shift) on the way of a microbatch."""
+    flow = next((f for f in schedule.flows if microbatch in f.microbatches), None)
+    if flow is None:
+        return []
+    place = flow.stages.index
+    every = [*along(flow), *(s for s in schedule.skips if set(s) <= set(flow.stages))]
+    return [(a, b, int(place(b) < place(a))) for a, b in every]
+
+
+def alone(schedule, stage, way):
+    """The stage at the other end of the only edge from a stage, or to it; None without one."""
+    ends = {edge[way] for f in schedule.flows for edge in along(f) if edge[1 - way] == stage}
+    return ends.pop() if len(ends) == 1 else None
 
 
 def name_of(schedule, instruction):
-    """The message as (kind, source, destination, microbatch), whichever end performs it; None if there is
-    none.
-    """
+    """The message as (kind, source, rank, microbatch), whichever end performs it; None if there is none."""
+    home, m = schedule.placement, instruction.microbatch
     sending = instruction.op in SENDING
-    kind, distance = (SENDING if sending else RECEIVING)[instruction.op]
-    if instruction.peer is None:
-        other = neighbour(schedule, instruction.stage, distance)
-    else:
-        other = instruction.peer
-        edge = (
-            (instruction.stage, other)
-            if instruction.op in ("SEND_F", "RECV_B")
-            else (other, instruction.stage)
-        )
-        if edge not in schedule.skips:
-            return None
-        if back(schedule, *edge) and (instruction.microbatch + 1) % schedule.slices == 0:
-            return None  # nothing comes after the last slice
-    if other is None or schedule.placement[other] == schedule.placement[instruction.stage]:
-        return None
-    ends = (instruction.stage, other) if sending else (other, instruction.stage)
-    return kind, *ends, instruction.microbatch
+    kind = (SENDING if sending else RECEIVING)[instruction.op]
+    onward = int(kind == "F")
+    stages = next((f.stages for f in schedule.flows if m in f.microbatches), ())
+    order = sorted(stages, key=stages.index, reverse=not onward)
+    for source in order:
+        for rank in {home[s] for s in order} - {home[source]}:
+            takers = {
+                (b if onward else a): shift
+                for a, b, shift in edges_of(schedule, m)
+                if (a if onward else b) == source and home[b if onward else a] == rank
+            }
+            k = max(schedule.slices, 1)
+            if all(shift and (m + 1) % k == 0 for shift in takers.values()):
+                continue  # nobody takes it; nothing comes after the last slice
+            first = next(stage for stage in order if stage in takers)
+            far = None if alone(schedule, source, onward) == first else first
+            near = None if alone(schedule, first, 1 - onward) == source else source
+            if (instruction.stage, instruction.peer) == ((source, far) if sending else (first, near)):
+                return kind, source, rank, m
+    return None
 
 
 def wanted_compute(schedule):
     """How often each (stage, microbatch) has to do what."""
-    walks = [(s, m) for c in schedule.chains for s in c.stages for m in c.microbatches]
+    walks = [(s, m) for c in schedule.flows for s in c.stages for m in c.microbatches]
     done = Counter(
         (p.op.value, p.stage, p.microbatch)
         for q in schedule.programs
@@ -76,16 +84,12 @@ def inputs_of(schedule, part):
     if part.op == "W":
         return [("B", s, m)]
     k = max(schedule.slices, 1)
+    edges = edges_of(schedule, m)
     if part.op == "F":
-        before = [
-            neighbour(schedule, s, -1),
-            *(a for a, b in schedule.skips if b == s and not back(schedule, a, b)),
-        ]
-        last = [s, *(a for a, b in schedule.skips if b == s and back(schedule, a, b))] if m % k else []
-        return [*(("F", a, m - 1) for a in last), *(("F", a, m) for a in before if a is not None)]
-    after = [neighbour(schedule, s, 1), *(b for a, b in schedule.skips if a == s)]
+        before = [("F", a, m - shift) for a, b, shift in edges if b == s and (not shift or m % k)]
+        return [*([("F", s, m - 1)] if m % k else []), *before]
     carry = [("B", s, m + 1)] if (m + 1) % k else []
-    return [*carry, ("F", s, m), *(("B", b, m) for b in after if b is not None)]
+    return [*carry, ("F", s, m), *(("B", b, m) for a, b, _ in edges if a == s)]
 
 
 class Model:
@@ -118,8 +122,10 @@ class Model:
         schedule = self.schedule
         for rank, program in enumerate(schedule.programs):
             for i in (part for step in program for whole in step for part in (whole, *whole.parts)):
-                chain = next(c for c in schedule.chains if i.stage in c.stages)
-                if schedule.placement[i.stage] != rank or i.microbatch not in chain.microbatches:
+                through = [f for f in schedule.flows if i.stage in f.stages]
+                if schedule.placement[i.stage] != rank or not any(
+                    i.microbatch in f.microbatches for f in through
+                ):
                     return False
         if not wanted_compute(schedule):
             return False
@@ -162,7 +168,7 @@ class Model:
             return value in self.computed[rank]
         if not self.lowered:
             return value in self.computed[home]
-        return (kind, stage, part.stage, microbatch) in self.received[rank]
+        return (kind, stage, rank, microbatch) in self.received[rank]
 
     def post(self, rank, messages):
         names = [name_of(self.schedule, i) for i in messages]
@@ -172,7 +178,7 @@ class Model:
         batches = {}
         for i, name in zip(messages, names, strict=True):
             way = "out" if i.op in SENDING else "in"
-            peer = self.schedule.placement[name[2] if way == "out" else name[1]]
+            peer = name[2] if way == "out" else self.schedule.placement[name[1]]
             ends = (rank, peer) if way == "out" else (peer, rank)
             if name in self.logs.setdefault((*ends, way), []):
                 return False

@@ -63,7 +63,7 @@ def test_no_builder_is_faster_than_the_bound(name, p, m, objective, data):
         schedule = BUILDERS[name](p, m)
     except ValueError:
         return
-    if schedule.forward_only or len(schedule.chains) > 1:
+    if schedule.forward_only or len(schedule.flows) > 1:
         return
     numbers = st.integers(0, 9)
     times = [

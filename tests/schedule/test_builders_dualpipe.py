@@ -113,7 +113,7 @@ def test_dualpipev(ranks):
 def test_the_two_chains_are_copies_of_each_other():
     schedule = dualpipe(4, 8)
     assert schedule.placement == (0, 1, 2, 3, 3, 2, 1, 0)
-    assert [(c.stages, list(c.microbatches)) for c in schedule.chains] == [
+    assert [(c.stages, list(c.microbatches)) for c in schedule.flows] == [
         ((0, 1, 2, 3), [0, 1, 2, 3]),
         ((4, 5, 6, 7), [4, 5, 6, 7]),
     ]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from ppfunc.schedule import (
-    Chain,
+    Flow,
     Instruction,
     Op,
     Schedule,
@@ -257,11 +257,11 @@ def test_a_slot_waits_for_the_message_that_reads_it():
         "5RECV_F2@0 5F2@0 | 1RECV_F0@0 1F0@0 2F0@0 | 1RECV_F1@0 1F1@0 2F1@0",
         "4RECV_F2@0 4F2@0 | 4SEND_F2@0",
     )
-    chains = (Chain((0, 1, 2), range(2)), Chain((3, 4, 5), range(2, 3)))
+    chains = (Flow((0, 1, 2), range(2)), Flow((3, 4, 5), range(2, 3)))
 
     def with_slot(slot):
         schedule = made_from(*(row.format(slot=slot) for row in rows))
-        return replace(schedule, placement=(0, 1, 1, 0, 2, 1), chains=chains)
+        return replace(schedule, placement=(0, 1, 1, 0, 2, 1), flows=chains)
 
     check(with_slot(1))
     check(remove_slots(with_slot(0)))
@@ -272,7 +272,7 @@ def test_a_slot_waits_for_the_message_that_reads_it():
 @pytest.mark.parametrize(
     "skips, text",
     [
-        (((0, 1),), "skip (0, 1): expected a destination two stages or more after its source"),
+        (((0, 1),), "skip (0, 1): expected two stages of one flow without an edge between them"),
         (((2, 0),), "skip (2, 0) leads back, to the next slice of a sequence: expected slices"),
         (((0, 2), (0, 2)), "skip (0, 2) is there twice, expected each once"),
     ],
@@ -338,32 +338,30 @@ def test_loads_may_leave_out_the_targets():
 STRUCTURES = {
     "no ranks": Schedule("x", (), (), ()),
     "no stages": Schedule("x", (), (), ((),)),
-    "rank out of range": Schedule("x", (1,), (Chain((0,), range(1)),), ((),)),
+    "rank out of range": Schedule("x", (1,), (Flow((0,), range(1)),), ((),)),
     "no chain": Schedule("x", (0,), (), ((),)),
-    "stage twice": Schedule("x", (0,), (Chain((0, 0), range(1)),), ((),)),
-    "unknown stage": Schedule("x", (0,), (Chain((0, 1), range(1)),), ((),)),
-    "unequal chains": Schedule("x", (0, 0, 0), (Chain((0,), range(1)), Chain((1, 2), range(1, 2))), ((),)),
-    "shared microbatch": Schedule("x", (0, 0), (Chain((0,), range(2)), Chain((1,), range(1, 3))), ((),)),
-    "no microbatch": Schedule("x", (0,), (Chain((0,), range(0)),), ((),)),
-    "odd microbatches": Schedule("x", (0,), (Chain((0,), range(0, 4, 2)),), ((),)),
-    "negative microbatches": Schedule("x", (0,), (Chain((0,), range(-1, 1)),), ((),)),
-    "skip to a neighbour": Schedule("x", (0, 0), (Chain((0, 1), range(1)),), ((),), ((0, 1),)),
-    "skip of three": Schedule("x", (0, 0), (Chain((0, 1), range(1)),), ((),), ((0, 1, 2),)),
-    "skip twice": Schedule("x", (0, 0, 0), (Chain((0, 1, 2), range(1)),), ((),), ((0, 2), (0, 2))),
-    "list of programs": Schedule("x", (0,), (Chain((0,), range(1)),), []),
-    "list of steps": Schedule("x", (0,), (Chain((0,), range(1)),), ([],)),
-    "list of instructions": Schedule("x", (0,), (Chain((0,), range(1)),), (([],),)),
-    "no instruction": Schedule("x", (0,), (Chain((0,), range(1)),), (((1,),),)),
+    "stage twice": Schedule("x", (0,), (Flow((0, 0), range(1)),), ((),)),
+    "unknown stage": Schedule("x", (0,), (Flow((0, 1), range(1)),), ((),)),
+    "unequal chains": Schedule("x", (0, 0, 0), (Flow((0,), range(1)), Flow((1, 2), range(1, 2))), ((),)),
+    "shared microbatch": Schedule("x", (0, 0), (Flow((0,), range(2)), Flow((1,), range(1, 3))), ((),)),
+    "no microbatch": Schedule("x", (0,), (Flow((0,), range(0)),), ((),)),
+    "odd microbatches": Schedule("x", (0,), (Flow((0,), range(0, 4, 2)),), ((),)),
+    "negative microbatches": Schedule("x", (0,), (Flow((0,), range(-1, 1)),), ((),)),
+    "skip to a neighbour": Schedule("x", (0, 0), (Flow((0, 1), range(1)),), ((),), ((0, 1),)),
+    "skip of three": Schedule("x", (0, 0), (Flow((0, 1), range(1)),), ((),), ((0, 1, 2),)),
+    "skip twice": Schedule("x", (0, 0, 0), (Flow((0, 1, 2), range(1)),), ((),), ((0, 2), (0, 2))),
+    "list of programs": Schedule("x", (0,), (Flow((0,), range(1)),), []),
+    "list of steps": Schedule("x", (0,), (Flow((0,), range(1)),), ([],)),
+    "list of instructions": Schedule("x", (0,), (Flow((0,), range(1)),), (([],),)),
+    "no instruction": Schedule("x", (0,), (Flow((0,), range(1)),), (((1,),),)),
     "short instruction": Schedule(
-        "x", (0,), (Chain((0,), range(1)),), (((tuple.__new__(Instruction, (Op.F, 0)),),),)
+        "x", (0,), (Flow((0,), range(1)),), (((tuple.__new__(Instruction, (Op.F, 0)),),),)
     ),
     "peer that is no number": Schedule(
-        "x", (0,), (Chain((0,), range(1)),), (((Instruction(Op.RECV_F, 0, 0, []),),),)
+        "x", (0,), (Flow((0,), range(1)),), (((Instruction(Op.RECV_F, 0, 0, []),),),)
     ),
-    "immense range": Schedule(
-        "x", (0,), (Chain((0,), range(10**30)),), (((Instruction(Op.F, 0, 10**29),),),)
-    ),
-    "huge range": Schedule("x", (0,), (Chain((0,), range(10**15)),), (((Instruction(Op.F, 0, 10**14),),),)),
+    "immense range": Schedule("x", (0,), (Flow((0,), range(10**30)),), (((Instruction(Op.F, 0, 10**29),),),)),
+    "huge range": Schedule("x", (0,), (Flow((0,), range(10**15)),), (((Instruction(Op.F, 0, 10**14),),),)),
     "no schedule": None,
 }
 
@@ -376,9 +374,9 @@ def test_values_that_are_no_schedules_are_refused(case):
 
 
 LAYOUTS = (
-    ((0, 1), (Chain((0, 1), range(2)),)),
-    ((0, 1, 0), (Chain((0, 1, 2), range(2)),)),
-    ((0, 1), (Chain((0,), range(1)), Chain((1,), range(1, 2)))),
+    ((0, 1), (Flow((0, 1), range(2)),)),
+    ((0, 1, 0), (Flow((0, 1, 2), range(2)),)),
+    ((0, 1), (Flow((0,), range(1)), Flow((1,), range(1, 2)))),
 )
 
 

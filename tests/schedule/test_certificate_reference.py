@@ -28,6 +28,7 @@ from ppfunc.schedule import (
     split_backward,
 )
 from ppfunc.schedule.passes.running import linearize
+from tests.graphs import random_graph
 from tests.schedule.reference import COMPUTING, SENDING, Model
 from tests.schedule.written import is_accepted
 
@@ -96,9 +97,13 @@ def mutate(schedule, rng):
 
 
 def small_schedules():
-    """A few of every kind: bare, lowered, with skip connections."""
+    """A few of every kind: bare, lowered, with skip connections, graphs."""
     skips = remove_slots(one_f_one_b(ranks=3, microbatches=2))
     yield place_communication(replace(skips, skips=((0, 2),)))
+    for seed in range(12):
+        graph = random_graph(random.Random(seed), most=4)
+        yield graph
+        yield place_communication(graph)
     for name, build in BUILDERS.items():
         for p, m in ((2, 2), (2, 4), (3, 3)):
             try:

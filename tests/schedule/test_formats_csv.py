@@ -13,7 +13,7 @@ from ppfunc.schedule.formats.files import read_schedule
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, FormatError, Instruction, Op
 from ppfunc.schedule.json import to_json
 from ppfunc.schedule.proof.certificate import check
-from ppfunc.schedule.schedule import Chain, Schedule
+from ppfunc.schedule.schedule import Flow, Schedule
 from ppfunc.testing import schedules
 from tests.clock import busy
 from tests.schedule.test_certificate_reference import flat, with_steps
@@ -156,7 +156,7 @@ def test_a_microbatch_out_of_range_is_named_and_not_those_it_seems_to_add(name, 
 def test_two_chains_are_found_although_a_forward_is_missing():
     schedule = BUILDERS["dualpipe"](4, 8)
     text = to_csv(schedule).replace("4F4", "", 1)
-    assert from_csv(text).chains == (Chain((0, 1, 2, 3), range(4)), Chain((4, 5, 6, 7), range(4, 8)))
+    assert from_csv(text).flows == (Flow((0, 1, 2, 3), range(4)), Flow((4, 5, 6, 7), range(4, 8)))
 
 
 def test_a_misplaced_instruction_does_not_move_its_stage():
@@ -177,6 +177,6 @@ def test_what_torch_has_no_token_for_has_the_same_grammar():
         (Instruction(op, 0, None if op in (Op.REDUCE_TIED, Op.STEP) else 0),)
         for op in (Op.LOAD, Op.F, Op.OFFLOAD, Op.FETCH, Op.B, Op.REDUCE_TIED, Op.STEP)
     )
-    schedule = Schedule("all", (0,), (Chain((0,), range(1)),), (program,))
+    schedule = Schedule("all", (0,), (Flow((0,), range(1)),), (program,))
     assert to_csv(schedule) == "0LOAD0,0F0,0OFFLOAD0,0FETCH0,0B0,0REDUCE_TIED,0STEP\n"
     assert from_csv(to_csv(schedule), "all") == schedule

@@ -9,13 +9,13 @@ from ppfunc.schedule import from_trace, gpipe
 from ppfunc.schedule.formats.files import parse
 from ppfunc.schedule.instruction import FormatError, Instruction, Op, overlap
 from ppfunc.schedule.json import from_json, to_json
-from ppfunc.schedule.schedule import Chain, Schedule
+from ppfunc.schedule.schedule import Flow, Schedule
 
 F = Instruction(Op.F, 0, 3)
 RICH = Schedule(
     'two "chains"',
     (0, 1, 1, 0),
-    (Chain((0, 1), range(2)), Chain((2, 3), range(2, 4))),
+    (Flow((0, 1), range(2)), Flow((2, 3), range(2, 4))),
     (
         ((), (F, overlap(F, Instruction(Op.B, 2, 1)))),
         ((Instruction(Op.SEND_F, 0, 3, peer=2, slot=1), Instruction(Op.STEP, 1)),),
@@ -87,7 +87,7 @@ def test_a_key_twice_is_refused():
 
 def test_a_chain_with_gaps_has_no_form():
     with pytest.raises(ValueError, match="range with step 1"):
-        to_json(Schedule("gaps", (0,), (Chain((0,), range(0, 4, 2)),), ((),)))
+        to_json(Schedule("gaps", (0,), (Flow((0,), range(0, 4, 2)),), ((),)))
 
 
 @pytest.mark.parametrize("read", [from_json, from_trace, lambda text: parse(f'{{"a": {text}}}', "file")])

@@ -209,8 +209,8 @@ def test_loads_are_proved(schedule):
     check(place_communication(loaded))
     assert insert_loads(loaded) == loaded
     counts = Counter(i.stage for p in loaded.programs for s in p for i in s if i.op is Op.LOAD)
-    ends = {c.stages[0] for c in schedule.chains} | {
-        c.stages[-1] for c in schedule.chains if not schedule.forward_only
+    ends = {c.stages[0] for c in schedule.flows} | {
+        c.stages[-1] for c in schedule.flows if not schedule.forward_only
     }
     assert set(counts) == ends
 

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from ppfunc.schedule import (
     BUILDERS,
-    Chain,
+    Flow,
     Instruction,
     Op,
     Schedule,
@@ -94,7 +94,7 @@ def test_a_step_of_several_computations_is_cut_where_a_message_must_stand():
     one_step = Schedule(
         "one step",
         (0, 1),
-        (Chain((0, 1), range(2)),),
+        (Flow((0, 1), range(2)),),
         (
             (tuple(Instruction(Op.F, 0, m) for m in range(2)),),
             (tuple(Instruction(Op.F, 1, m) for m in range(2)),),
@@ -156,7 +156,7 @@ def random_schedule(seed):
     placement = tuple(rng.randrange(ranks) for _ in range(stages))
     count = rng.randint(1, 4)
     paths = tuple(
-        Chain(tuple(range(c * length, (c + 1) * length)), range(c * count, (c + 1) * count))
+        Flow(tuple(range(c * length, (c + 1) * length)), range(c * count, (c + 1) * count))
         for c in range(chains)
     )
     pairs = [(a, b) for c in paths for a in c.stages for b in c.stages if b >= a + 2]

@@ -102,7 +102,7 @@ def test_never_longer_than_a_builder_in_its_own_memory(name, ranks, m, objective
         schedule = BUILDERS[name](ranks, m)
     except ValueError:
         return
-    if schedule.forward_only or len(schedule.chains) > 1 or schedule.ranks < ranks:
+    if schedule.forward_only or len(schedule.flows) > 1 or schedule.ranks < ranks:
         return
     times = st.lists(st.integers(0, 9), min_size=schedule.stages, max_size=schedule.stages)
     costs = Costs(

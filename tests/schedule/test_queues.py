@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from ppfunc.schedule import (
     BUILDERS,
-    Chain,
+    Flow,
     Instruction,
     Op,
     Schedule,
@@ -154,7 +154,7 @@ def test_a_barrier_needs_the_sums_over_replicas_in_steps_of_one_number():
 
 
 def test_a_huge_range_takes_no_time():
-    chain = Chain((0, 1), range(10**15))
+    chain = Flow((0, 1), range(10**15))
     programs = (((Instruction(Op.F, 0, 0), Instruction(Op.SEND_F, 0, 0)),), ((Instruction(Op.F, 1, 0),),))
     assert not is_accepted(Schedule("x", (0, 1), (chain,), programs))
 
@@ -168,7 +168,7 @@ def test_a_slot_is_taken_only_when_the_sends_that_read_it_are_over(slot):
         "4RECV_F2@0 4F2@0 | 4SEND_F2@0 | 2RECV_F0@0 2F0@0 | 2RECV_F1@1 2F1@1",
     )
     schedule = made_from(*rows, microbatches=2, placement=(0, 1, 2, 0, 2, 1))
-    schedule = replace(schedule, chains=(Chain((0, 1, 2), range(2)), Chain((3, 4, 5), range(2, 3))))
+    schedule = replace(schedule, flows=(Flow((0, 1, 2), range(2)), Flow((3, 4, 5), range(2, 3))))
     if slot:
         assert check(schedule).slots == (2, 2, 2, 1, 1, 1)
     else:

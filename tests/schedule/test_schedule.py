@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ppfunc.schedule import (
     B,
-    Chain,
     F,
+    Flow,
     I,
     Instruction,
     Op,
@@ -20,7 +20,7 @@ from ppfunc.schedule import (
 
 
 def _fields(schedule):
-    return repr((schedule.placement, schedule.chains, schedule.programs, schedule.skips))
+    return repr((schedule.placement, schedule.flows, schedule.programs, schedule.skips))
 
 
 def test_schedules_that_differ_in_anything_but_the_name_have_different_digests():
@@ -65,8 +65,8 @@ def test_schedules_that_differ_in_anything_but_the_name_have_different_digests()
         ((one._replace(peer=0, slot=0),),),
         *(((i,),) for i in (*pairs, *slotted)),
     ]
-    chains = [(Chain(stages, range(*m)),) for stages in ((0, 1), (1, 0)) for m in ((0, 2), (1, 2))]
-    chains.append((Chain((0,), range(1)), Chain((1,), range(1, 2))))
+    chains = [(Flow(stages, range(*m)),) for stages in ((0, 1), (1, 0)) for m in ((0, 2), (1, 2))]
+    chains.append((Flow((0,), range(1)), Flow((1,), range(1, 2))))
     schedules = [
         *(Schedule("a", (0, 0), chains[0], (program,)) for program in programs),
         *(

@@ -59,7 +59,7 @@ def test_what_torch_writes_is_read(kind, tmp_path):
     ours = BUILDERS[KINDS[kind]](RANKS, MICROBATCHES)
     for form in ("compute", "comms"):
         read = read_schedule(tmp_path / f"{form}.csv")
-        assert (read.name, read.placement, read.chains) == (form, ours.placement, ours.chains)
+        assert (read.name, read.placement, read.flows) == (form, ours.placement, ours.flows)
         for rank, actions in theirs.pipeline_order.items():
             expected = [str(action) for action in actions if action is not None]
             assert [str(i) for i in read.instructions(rank) if i.op in COMPUTE] == expected
@@ -118,7 +118,7 @@ def cannot_block(schedule):
 ONE_CHAIN = [
     name
     for name, build in BUILDERS.items()
-    if (s := build(4, 8)) and len(s.chains) == 1 and s.ops <= COMPUTE and not s.forward_only and not s.slices
+    if (s := build(4, 8)) and len(s.flows) == 1 and s.ops <= COMPUTE and not s.forward_only and not s.slices
 ]
 
 

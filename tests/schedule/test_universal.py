@@ -181,7 +181,7 @@ def test_complete(name, data):
         if part.op in COMPUTE
     )
     assert set(found.values()) == {1}
-    walked = {(s, m) for chain in schedule.chains for s in chain.stages for m in chain.microbatches}
+    walked = {(s, m) for chain in schedule.flows for s in chain.stages for m in chain.microbatches}
     done = {op: {(s, m) for o, s, m in found if o is op} for op in (Op.F, Op.B, Op.I, Op.W)}
     assert done[Op.F] == walked
     assert done[Op.I] == done[Op.W]
@@ -286,7 +286,7 @@ def test_text_round_trip(name, data):
         assert [list(again.instructions(r)) for r in range(form.ranks)] == [
             list(form.instructions(r)) for r in range(form.ranks)
         ]
-        assert (again.placement, again.chains) == (form.placement, form.chains)
+        assert (again.placement, again.flows) == (form.placement, form.flows)
 
 
 def trained(schedule: Schedule, most: int, tied: Any = None) -> Schedule:

@@ -54,7 +54,7 @@ def test_gradients_are_those_of_the_sequential_model(name, data):
         {"chunks": data.draw(st.integers(1, 3))} if "chunks" in inspect.signature(build).parameters else {}
     )
     schedule = remove_tail(build(p, m, **chunks))
-    stages, m = len(schedule.chains[0].stages), schedule.microbatches
+    stages, m = len(schedule.flows[0].stages), schedule.microbatches
     normal = torch.Generator().manual_seed(0)
 
     def draw(*shape):

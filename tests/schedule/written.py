@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppfunc.schedule import Chain, Schedule, ScheduleError, check
+from ppfunc.schedule import Flow, Schedule, ScheduleError, check
 from ppfunc.schedule.instruction import parse_instruction
 
 
@@ -12,7 +12,7 @@ def made_from(*rows, microbatches=1, placement=None, skips=()):
         tuple(tuple(map(parse_instruction, step.split())) for step in row.split("|")) for row in rows
     )
     placement = tuple(range(len(rows))) if placement is None else placement
-    chain = Chain(tuple(range(len(placement))), range(microbatches))
+    chain = Flow(tuple(range(len(placement))), range(microbatches))
     return Schedule("text", placement, (chain,), programs, skips)
 
 

@@ -51,7 +51,7 @@ def problem(name, devices=("cpu",)):
         for s in sorted(set(schedule.model_stages))
     }
     x, y = (torch.randn(2 * schedule.microbatches, D, generator=generator) for _ in range(2))
-    stages = [block] * len(schedule.chains[0].stages)
+    stages = [block] * len(schedule.flows[0].stages)
     return schedule, stages, (params, x.to(devices[0]), y.to(devices[-1]))
 
 

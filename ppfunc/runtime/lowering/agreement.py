@@ -37,12 +37,12 @@ from .comparison import (
     require_same_programs,
     require_whole_parameters,
 )
-from .lower import LoweredStep, Pipeline, routes_of
+from .lower import EdgeKey, LoweredStep, Pipeline, routes_of
 from .stage_programs import keep
 from .ties import require_same_forms, require_same_values, shared_forms, sharing_ranks
 
-Edges = dict[tuple[int, int], tuple[Signature, ...]]
-"""Signatures of the microbatches, by source and destination of an edge."""
+Edges = dict[EdgeKey, tuple[Signature, ...]]
+"""Signatures of microbatches that are lowered together, by the edge and the first of them."""
 
 LOWERED = "lowered, not run"  # the purpose of a call that needs no values of its batch
 
@@ -65,7 +65,7 @@ class Agreement:
         cuts = {getattr(unwrap(stage), "cut", "") if stage else "" for stage in pipeline.stages}
         self._cut = cuts.pop() if len(cuts) == 1 else ""  # of a model that was split; by hand there is none
         # The rank whose batch names the shapes.
-        self._source = self._schedule.placement[self._schedule.chains[0].stages[0]]
+        self._source = self._schedule.placement[self._schedule.flows[0].stages[0]]
         self._agreed: OrderedDict[tuple[object, ...], Agreed] = OrderedDict()
         self._lock = threading.Lock()
         self.generation = -1  # of the transport, when the ranks last met; before they have, -1
@@ -188,7 +188,7 @@ class Agreed(NamedTuple):
     shapes: BatchShapes
     generation: int
     received: Edges
-    returned: Mapping[tuple[int, int | None], tuple[object, ...]]
+    returned: Mapping[tuple[int, int | None, int], tuple[object, ...]]
     losses: dict[int, LossPart]
     shared: Mapping[str, str]
 
@@ -210,8 +210,8 @@ class Exchange:
         self.shapes, self.agreed, self._agreement, self._met = shapes, agreed, agreement, met
         self._received: Edges = {}
         self._early: Edges = {}
-        # By stage and the stage that receives: signatures of the microbatches; None receives the losses.
-        self._returned: dict[tuple[int, int | None], tuple[object, ...]] = {}
+        # By stage, the stage that receives, and microbatch: signatures; None receives the losses.
+        self._returned: dict[tuple[int, int | None, int], tuple[object, ...]] = {}
 
     def require_same_layouts(self, form: StepForm) -> None:
         """Compare how arguments of a new form lie over meshes, before anything is traced.
@@ -229,7 +229,7 @@ class Exchange:
             # On all ranks, which meet here; later, when they are ready.
             transport.require_same(str(form.laid_out()), transport.axes.model_axes)
 
-    def send(self, edge: tuple[int, int], signatures: Sequence[Signature]) -> None:
+    def send(self, edge: EdgeKey, signatures: Sequence[Signature]) -> None:
         self._returned[edge] = tuple(signatures)
         if self.agreed is not None:
             return
@@ -241,14 +241,14 @@ class Exchange:
         }
         self._agreement.transport.send_text(self._agreement.homes[edge[1]], json.dumps(table))
 
-    def recv(self, edge: tuple[int, int]) -> Sequence[Signature]:
+    def recv(self, edge: EdgeKey) -> Sequence[Signature]:
         if self.agreed is not None:
             return self.agreed.received[edge]
         while edge not in self._early:  # a rank sends its edges in the order of its own stages
             table = json.loads(self._agreement.transport.recv_text(self._agreement.homes[edge[0]]))
             distinct = [Signature.from_json(s) for s in table["signatures"]]
-            source, destination = table["edge"]
-            self._early[source, destination] = tuple(distinct[n] for n in table["microbatches"])
+            source, destination, first = table["edge"]
+            self._early[source, destination, first] = tuple(distinct[n] for n in table["microbatches"])
         self._received[edge] = self._early.pop(edge)
         return self._received[edge]
 
@@ -260,7 +260,7 @@ class Exchange:
             ValueError: a stage returns other forms than the ranks agreed on before, or none returns a loss; a
                 pattern of the update takes no leaf of any rank.
         """
-        self._returned |= {(stage, None): (part.leaf,) for stage, part in lowered.losses.items()}
+        self._returned |= {(stage, None, 0): (part.leaf,) for stage, part in lowered.losses.items()}
         frozen = {low.model_stage: low.call.function.frozen for low in lowered.stages.values()}
         shared, shares = dict[str, str](), lowered.spec.shares(lowered.schedule)
         if shares:

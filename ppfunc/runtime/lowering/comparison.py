@@ -97,13 +97,14 @@ def require_same_changes(changed: Mapping[int, Mapping[str, str]]) -> None:
 
 
 def require_as_agreed(
-    now: Mapping[tuple[int, int | None], tuple[object, ...]],
-    before: Mapping[tuple[int, int | None], tuple[object, ...]],
+    now: Mapping[tuple[int, int | None, int], tuple[object, ...]],
+    before: Mapping[tuple[int, int | None, int], tuple[object, ...]],
     model_stages: Sequence[int],
 ) -> None:
     """Raise ValueError for a stage that returns other forms than the ranks agreed on."""
-    for stage, sink in {**before, **now}:
-        got, known = (of.get((stage, sink), ()) for of in (now, before))
+    for key in {**before, **now}:
+        stage, sink, _ = key
+        got, known = (of.get(key, ()) for of in (now, before))
         if got != known:
             texts = [
                 " and ".join(map(str, dict.fromkeys(signatures))) or "none" for signatures in (got, known)

@@ -5,25 +5,27 @@ which gives the signature of every edge. Nothing is traced, nothing runs, and no
 signatures that cross from process to process.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc.schedule import Instruction, Op, Schedule, parts_of
+from ppfunc.schedule import Flow, Instruction, Op, Schedule, parts_of
+from ppfunc.schedule.dataflow import Dataflow
+from ppfunc.schedule.instruction import SENDS
 from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
 from ppfunc.stage.abstract.output import StageFunction, children, received_signature
 from ppfunc.stage.errors import line_of, warn
 from ppfunc.stage.frozen import FrozenLeaves
 from ppfunc.stage.layout import Boundary, same_placement
-from ppfunc.stage.program import WITHOUT_CARRY
+from ppfunc.stage.program import TARGETED, WITHOUT_CARRY
 from ppfunc.stage.signature import leaf_names
 
 from ..ports.protocols import LossPart, Route, Transport
 from ..values.arguments import StepForm
-from ..values.buffers import Key
+from ..values.buffers import Key, Tag
 from ..values.errors import Failure
 from .stage_programs import StageCall, StagePrograms
 from .ties import SharedLeaf, Tied, shared_leaves
@@ -185,6 +187,14 @@ class Pipeline(NamedTuple):
         """List the stages of the model that this process runs, ascending."""
         return tuple(sorted({stage for rank in self.ranks for stage in self.schedule.model_stages_of(rank)}))
 
+    @property
+    def targeted(self) -> frozenset[int] | None:
+        """Return the stages of the model that take targets; None without a loss function."""
+        if self.loss_fn is None:
+            return None
+        ends = {self.schedule.model_stages[stage] for stage in self.schedule.ends}
+        return frozenset(k for k, fn in enumerate(self.stages) if k in ends or getattr(fn, TARGETED, False))
+
 
 def routes_of(schedule: Schedule) -> Iterator[Route]:
     """List where messages travel between ranks: along edges and back."""
@@ -194,6 +204,9 @@ def routes_of(schedule: Schedule) -> Iterator[Route]:
         if not schedule.forward_only:
             yield Route("B", home[b], home[a])
 
+
+EdgeKey = tuple[int, int, int]
+"""Source and destination of an edge, and the first microbatch of its source of those lowered together."""
 
 BATCH, CALLER, NOWHERE = -1, -2, -3
 """Numbers of "stages": that the batch comes from; that the first carry of a sequence comes from, and its last
@@ -251,6 +264,22 @@ def places_of(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple
         start = stop
 
 
+class MessagePart(NamedTuple):
+    """Describe the tensors of a message that move along one edge.
+
+    Args:
+        tag: the name of the edge's value.
+        leaves: their signatures.
+        output: whether it is the output of the stage, not a skip connection or a gradient.
+        again: whether the message has that output already, for another stage.
+    """
+
+    tag: Tag
+    leaves: tuple[LeafSignature, ...]
+    output: bool
+    again: bool
+
+
 class LoweredStage(NamedTuple):
     """Describe a stage for one form of its arguments.
 
@@ -259,9 +288,9 @@ class LoweredStage(NamedTuple):
         call: the stage with its loss and its arguments.
         params: signature of its parameters; the leaves with ``grad`` get gradients.
         outline: the evaluation of the call.
-        sources: edges of its input: from the stage before or the batch, then skip connections, then the carry
-            of the slice before.
-        sinks: edges of its output: to the stage after it, if any, then skip connections, then the carry.
+        sources: edges of its input: from the stages before or the batch, then skip connections, then the
+            carry of the slice before.
+        sinks: edges of its output: to the stages after it, if any, then skip connections, then the carry.
         loss: signature of the loss, None where the stage has none.
         outputs, metrics, aux, state: signatures of the results that are not differentiated, in their order;
             ``aux`` is that of the loss function.
@@ -326,16 +355,29 @@ class LoweredStep(NamedTuple):
         """List the parameters of this process that have several places."""
         return shared_leaves(self.schedule, self.ranks, self.form.params, self.spec.tied)
 
-    def edge_of(self, message: Instruction) -> Edge:
-        """Return the edge along which a SEND or RECV of this process moves its tensors."""
-        assert message.microbatch is not None
-        # A message has the number of the microbatch that made its value, which the next slice may read.
-        peer = message.peer
-        ahead = message.op is Op.RECV_F and peer is not None and self.schedule.shift(peer, message.stage)
-        low = self.stages[message.stage, message.microbatch + ahead]
-        edges = low.sinks if message.op in (Op.SEND_F, Op.RECV_B) else low.sources
-        # Without a peer it goes to a neighbour, the first of them.
-        return next(edge for edge in edges if peer in (None, edge.stage))
+    def parts_of(self, message: Instruction, flow: Dataflow) -> list[MessagePart]:
+        """List the parts of the message of a SEND or RECV of this process, one for each edge.
+
+        Args:
+            flow: dataflow of the schedule.
+        """
+        op, stage, m, peer, _, _ = message
+        assert m is not None
+        link = next(link for link in flow.routes[op, stage, peer].links if m in link.microbatches)
+        direction, parts, shared = "F" if op in (Op.SEND_F, Op.RECV_F) else "B", [], False
+        for target, shift in link.targets:
+            if not flow.takes(m, target, shift):
+                continue
+            # A message has the number of the microbatch that made its value, which the next slice may read.
+            key, other = ((stage, m), target) if op in SENDS else ((target, m + shift), link.source)
+            low = self.stages[key]
+            edges = low.sinks if op in (Op.SEND_F, Op.RECV_B) else low.sources
+            leaves = next(edge for edge in edges if edge.stage == other).travelling(direction == "F")
+            output = direction == "F" and (link.source, target) not in self.schedule.skips
+            tag = Tag(direction, link.source, target, m)
+            parts.append(MessagePart(tag, leaves, output, output and shared))
+            shared = shared or output
+        return parts
 
     def context_of(self, failure: Failure) -> str:
         """Describe the line of the user's code that failed, and the arguments of a failed forward."""
@@ -354,8 +396,8 @@ def lower(
     pipeline: Pipeline,
     form: StepForm,
     example: Callable[[int], Any],
-    send: Callable[[tuple[int, int], Sequence[Signature]], None] | None = None,
-    recv: Callable[[tuple[int, int]], Sequence[Signature]] | None = None,
+    send: Callable[[EdgeKey, Sequence[Signature]], None] | None = None,
+    recv: Callable[[EdgeKey], Sequence[Signature]] | None = None,
 ) -> LoweredStep:
     """Find the meaning of every instruction of the schedule for arguments of this form.
 
@@ -377,28 +419,30 @@ def lower(
     # By source, sink, and the microbatch of the source.
     edges: dict[tuple[int, int, int], Signature] = {}
     lowered: dict[Key, LoweredStage] = {}
-    functions: dict[int, tuple[bool, Callable[..., LoweredStage]]] = {}
-    for stage, microbatches in stages_in_order(schedule):
+    functions: dict[tuple[int, tuple[End, ...]], tuple[bool, Callable[..., LoweredStage]]] = {}
+    for way, stage, microbatches in stages_in_order(schedule):
         if home[stage] not in local:
             continue
-        sources, sinks = ends_of(schedule, stage)
+        sources, sinks = ends_of(schedule, way, stage)
         for source, shift in sources:
             numbers = [m - shift for m in microbatches if not shift or schedule.joins(m, -1)]
-            if source == BATCH:
+            if source not in (BATCH, *way.stages):
+                signatures: Sequence[Signature] = [Signature.of(None)] * len(numbers)
+            elif source == BATCH:
                 signatures = _inputs(pipeline, form, numbers)
             elif numbers and home[source] not in local:
                 assert recv is not None
-                signatures = recv((source, stage))
+                signatures = recv((source, stage, numbers[0]))
             else:
                 continue
             edges.update(zip([(source, stage, m) for m in numbers], signatures, strict=True))
         model_stage = model_stages[stage]
-        if stage not in functions:
-            function, params = _stage_function(pipeline, form, stage, sinks), example(model_stage)
+        if (stage, sinks) not in functions:
+            function, params = _stage_function(pipeline, form, way, stage, sinks), example(model_stage)
             # Microbatches of one form share what is lowered.
-            once = cache(partial(_lower_stage, pipeline, form, stage, sinks, function, params))
-            functions[stage] = function.targeted, once
-        targeted, lower_one = functions[stage]
+            once = cache(partial(_lower_stage, pipeline, form, sources, stage, sinks, function, params))
+            functions[stage, sinks] = function.targeted, once
+        targeted, lower_one = functions[stage, sinks]
         for m in microbatches:
             received = tuple(
                 Edge(source, edges[source, stage, m - shift], shift)
@@ -418,7 +462,7 @@ def lower(
             numbers = [m for m in microbatches if not shift or schedule.joins(m, 1)]
             if numbers and home[sink] not in local:
                 assert send is not None
-                send((stage, sink), [edges[stage, sink, m] for m in numbers])
+                send((stage, sink, numbers[0]), [edges[stage, sink, m] for m in numbers])
     if not schedule.forward_only and (spec.updates or "grads" in spec.wants):
         for stage in {stage: None for stage, _ in lowered}:
             _warn_of_detached([low for (number, _), low in lowered.items() if number == stage])
@@ -429,16 +473,16 @@ def lower(
     return LoweredStep(schedule, spec, form, pipeline.ranks, pipeline.order, lowered, losses, drawing)
 
 
-def stages_in_order(schedule: Schedule) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yield every stage with its microbatches, each after the stages that send to it.
+def stages_in_order(schedule: Schedule) -> Iterator[tuple[Flow, int, Sequence[int]]]:
+    """Yield every stage of every flow with the microbatches, each after the stages that send to it.
 
     Where a skip connection leads back, slices are yielded in turn. The order is the same on every rank.
     """
     turns = schedule.slices if any(schedule.shift(*skip) for skip in schedule.skips) else 1
     for turn in range(turns):
-        for chain in schedule.chains:
-            for stage in chain.stages:
-                yield stage, chain.microbatches[turn::turns]
+        for flow in schedule.flows:
+            for stage in flow.stages:
+                yield flow, stage, flow.microbatches[turn::turns]
 
 
 def _first(pipeline: Pipeline, form: StepForm, stage: int, source: int, microbatch: int) -> Edge:
@@ -454,26 +498,35 @@ def _first(pipeline: Pipeline, form: StepForm, stage: int, source: int, microbat
     return Edge(CALLER, first.with_grad() if "carry_grads" in pipeline.spec.wants else first)
 
 
-def ends_of(schedule: Schedule, stage: int) -> tuple[tuple[End, ...], tuple[End, ...]]:
-    """List where the input of a stage comes from, and where its output goes.
+def ends_of(schedule: Schedule, flow: Flow, stage: int) -> tuple[tuple[End, ...], tuple[End, ...]]:
+    """List where the input of a stage comes from, and where its output goes, in a flow.
 
-    The neighbours in its chain come first, with the batch before the first stage; then skip connections. The
-    last is the stage itself where it hands a carry to the next slice.
+    The stages with edges come first, or the batch; then skip connections, by stage of the model, of which a
+    source may be outside of the flow: its value is None. The last is the stage itself where it hands a carry
+    to the next slice.
     """
-    stages = next(chain.stages for chain in schedule.chains if stage in chain.stages)
-    at, model_stages = stages.index(stage), schedule.model_stages
-    skips = sorted(schedule.skips, key=lambda skip: (model_stages[skip[0]], model_stages[skip[1]]))
-    before, after = End(stages[at - 1] if at else BATCH), [End(s) for s in stages[at + 1 : at + 2]]
+    place = {each: n for n, each in enumerate(flow.stages)}
+    before = sorted((a for a, b in flow.pairs if b == stage), key=place.__getitem__)
+    after = sorted((b for a, b in flow.pairs if a == stage), key=place.__getitem__)
+    sources, sinks = dict[int, int](), dict[int, int]()  # by stage of the model
+    for a, b in schedule.skips:
+        for end, other, found in ((b, a, sources), (a, b, sinks)):
+            model = schedule.model_stages[other]
+            if end == stage and (other in place or model not in found):
+                found[model] = other
     carry = [End(stage, 1)] if schedule.slices else []
-    sources = [End(a, schedule.shift(a, b)) for a, b in skips if b == stage]
-    sinks = [End(b, schedule.shift(a, b)) for a, b in skips if a == stage]
-    return (before, *sources, *carry), (*after, *sinks, *carry)
+    given = [End(a, schedule.shift(a, stage)) for _, a in sorted(sources.items())]
+    taken = [End(b, schedule.shift(stage, b)) for _, b in sorted(sinks.items())]
+    return (*map(End, before or [BATCH]), *given, *carry), (*map(End, after), *taken, *carry)
 
 
-def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: Sequence[End]) -> StageFunction:
-    """Put together a stage at its place in the chain: with loss, outputs, skips and frozen leaves."""
+def _stage_function(
+    pipeline: Pipeline, form: StepForm, flow: Flow, stage: int, sinks: Sequence[End]
+) -> StageFunction:
+    """Put together a stage at its place in a flow: with loss, outputs, skips and frozen leaves."""
     schedule, spec = pipeline.schedule, pipeline.spec
-    last, k = any(stage == chain.stages[-1] for chain in schedule.chains), schedule.model_stages[stage]
+    last, k = stage == flow.stages[-1], schedule.model_stages[stage]
+    receivers = sum(a == stage for a, _ in flow.pairs)
     fn = pipeline.stages[k]
     if fn is None:
         raise ValueError(f"stages[{k}]: got None, but this process runs that stage; give its function")
@@ -486,8 +539,9 @@ def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: Seque
         fn,
         pipeline.loss_fn if last else None,
         last,
+        receivers,
         last and "outputs" in spec.wants,
-        tuple(schedule.model_stages[sink] for sink, _ in sinks[int(not last) :] if sink != stage),
+        tuple(schedule.model_stages[sink] for sink, _ in sinks[receivers:] if sink != stage),
         spec.frozen_in(k, form.params[k]),
         bool(schedule.slices),
     )
@@ -496,6 +550,7 @@ def _stage_function(pipeline: Pipeline, form: StepForm, stage: int, sinks: Seque
 def _lower_stage(
     pipeline: Pipeline,
     form: StepForm,
+    sources: tuple[End, ...],
     stage: int,
     sinks: tuple[End, ...],
     function: StageFunction,
@@ -510,21 +565,22 @@ def _lower_stage(
     function = replace(function, ends=ends, weightless=weightless) if ends or weightless else function
     model_stage = schedule.model_stages[stage]
     boundary = Boundary.of(function.fn)
-    sources, _ = ends_of(schedule, stage)
     senders = [source if source == BATCH else schedule.model_stages[source] for source, _ in sources]
     signatures = [edge.signature for edge in received]
-    _require_layouts(model_stage, boundary, form.params[model_stage], zip(senders, signatures, strict=True))
-    example = (params, received_signature(senders, signatures, function.carries), *extras)
+    along = sum((source, stage) not in schedule.skips for source, _ in sources) - function.carries
+    _require_layouts(model_stage, boundary, form.params[model_stage], senders, signatures, along)
+    example = (params, received_signature(senders, signatures, along, function.carries), *extras)
     device = form.devices[model_stage]
     call = StageCall(function, example, f"stage {model_stage}", device, model_stage)
     outline = pipeline.programs.outline(call)
     activation, skips, loss = children(outline.y)
     outputs, metrics, aux, state = children(outline.aux)
-    activation, outputs = (
+    activations = children(activation) if function.receivers > 1 else [activation] * function.receivers
+    *activations, outputs = (
         tree.laid_out(boundary.mesh, boundary.outputs, f"the output of stage {model_stage}")
-        for tree in (activation, outputs)
+        for tree in (*activations, outputs)
     )
-    sent = (*(() if function.last else (activation,)), *children(skips))
+    sent = (*activations, *children(skips))
     kept = CALLER if "carry" in spec.wants else NOWHERE
     edges = tuple(
         Edge(sink if joined or not shift else kept if sink == stage else NOWHERE, value, shift)
@@ -553,7 +609,12 @@ def _inputs(pipeline: Pipeline, form: StepForm, microbatches: Sequence[int]) -> 
     if "input_grads" not in pipeline.spec.wants:
         return signatures
     schedule = pipeline.schedule
-    begin = {schedule.placement[chain.stages[0]] for chain in schedule.chains}
+    if any(len(schedule.heads & {*flow.stages}) > 1 for flow in schedule.flows):
+        raise ValueError(
+            f"inputs: got argnums=1, and several stages of the schedule {schedule.name!r} take the batch;"
+            " take gradients of the parameters, or make a first stage whose output they take"
+        )
+    begin = {schedule.placement[stage] for stage in schedule.heads}
     whole = form.trees["inputs"].whole if "inputs" in form.trees else None  # of Microbatches it is none
     if whole is not None and not begin <= set(pipeline.ranks):
         raise ValueError(
@@ -575,9 +636,7 @@ def _losses(schedule: Schedule, spec: StepSpec, lowered: Mapping[Key, LoweredSta
     parts: dict[int, LossPart] = {}
     # float16 and bfloat16 are too narrow for a sum; that of a trainer is float64.
     least = torch.float64 if spec.updates else torch.float32
-    for stage, microbatches in (
-        (stage, chain.microbatches) for chain in schedule.chains for stage in chain.stages
-    ):
+    for stage, microbatches in enumerate(schedule.numbers):
         by_microbatch = {
             m: low.loss.leaves[0]
             for m in microbatches
@@ -626,8 +685,9 @@ def _require_same_rows(form: StepForm, microbatches: int) -> None:
 
 
 def _require_layouts(
-    model: int, boundary: Boundary, params: Signature, received: Iterable[tuple[int, Signature]]
-) -> None:
+    model: int, boundary: Boundary, params: Signature, senders: Sequence[int], received: Sequence[Signature],
+    along: int,
+) -> None:  # fmt: skip
     for name, leaf in zip(leaf_names(params), params.leaves, strict=True):
         if name in boundary.params and leaf.layout != boundary.params[name]:
             raise ValueError(
@@ -635,11 +695,11 @@ def _require_layouts(
                 f" {boundary.params[name]}; give the parameters that pp.parallelize returned, or new values"
                 " of their placements"
             )
-    for n, (source, signature) in enumerate(received):
+    for n, (source, signature) in enumerate(zip(senders, received, strict=True)):
         if source == BATCH and boundary.inputs is None:
             continue  # a plain function takes the parts as they are
         wanted = signature.local.laid_out(
-            boundary.mesh, boundary.inputs if n == 0 else None, f"the input of stage {model}"
+            boundary.mesh, boundary.inputs if n < along else None, f"the input of stage {model}"
         )
         for path, got, want in zip(signature.paths, signature.leaves, wanted.leaves, strict=True):
             if not same_placement(got.layout, want.layout):

@@ -70,7 +70,7 @@ class StageCall(NamedTuple):
         tensors = [(type(t), t.stride()) for tree in trees for t in tree_leaves(tree)]
         form = tuple(map(Signature.of, self.example)), tuple(tensors)
         f = self.function
-        place = f.last, f.returns_outputs, f.skips, f.frozen, f.carries, f.ends, f.weightless
+        place = f.last, f.receivers, f.returns_outputs, f.skips, f.frozen, f.carries, f.ends, f.weightless
         return id(f.loss_fn), place, form, self.device, ambient()
 
     @property

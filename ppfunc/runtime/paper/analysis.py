@@ -10,6 +10,7 @@ import torch
 from ppfunc._checks import not_copied
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.costs import OF_A_STAGE, require_costs
+from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMMUNICATION
 from ppfunc.stage.abstract.evaluation import without_values
 from ppfunc.stage.operators import flop_counter
@@ -163,7 +164,7 @@ class CompiledFunction(Shown):
 
 
 def _text(step: LoweredStep) -> Iterator[str]:
-    schedule = step.schedule
+    schedule, flow = step.schedule, Dataflow(step.schedule)
     yield (
         f"{step.spec.name} under {schedule.name}: {schedule.ranks} ranks, {schedule.microbatches}"
         " microbatches"
@@ -174,7 +175,7 @@ def _text(step: LoweredStep) -> Iterator[str]:
             yield from _stage_text(step, stage)
         yield "  program"
         for position, instructions in enumerate(schedule.programs[rank]):
-            yield f"    {position}: {' '.join(_instruction_text(step, i) for i in instructions)}"
+            yield f"    {position}: {' '.join(_instruction_text(step, flow, i) for i in instructions)}"
 
 
 def _stage_text(step: LoweredStep, stage: int) -> Iterator[str]:
@@ -198,11 +199,11 @@ def _stage_text(step: LoweredStep, stage: int) -> Iterator[str]:
                 yield f"      {part} {signature}"
 
 
-def _instruction_text(step: LoweredStep, instruction: Instruction) -> str:
+def _instruction_text(step: LoweredStep, flow: Dataflow, instruction: Instruction) -> str:
     if instruction.op not in COMMUNICATION:
         return str(instruction)
-    leaves = step.edge_of(instruction).travelling(instruction.op in (Op.SEND_F, Op.RECV_F))
-    return f"{instruction}({sum(leaf.nbytes for leaf in leaves)} B)"
+    sent = [part for part in step.parts_of(instruction, flow) if not part.again]
+    return f"{instruction}({sum(leaf.nbytes for part in sent for leaf in part.leaves)} B)"
 
 
 def _ranges(numbers: list[int]) -> str:

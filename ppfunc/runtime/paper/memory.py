@@ -160,13 +160,16 @@ def _of_rank(step: LoweredStep, rank: int) -> LoweredStep:
 
 def _arguments(step: LoweredStep, rank: int) -> StepArguments:
     form, schedule = step.form, step.schedule
+    targeted = {stage for (stage, _), low in step.stages.items() if low.call.function.targeted}
     stages = schedule.model_stages_of(rank)
 
     def batch(rows: tuple[Signature, ...] | None, stage: int) -> list[Leaves]:
         return [empty(row.leaves, form.devices[stage]) for row in rows or ()] if stage in stages else []
 
-    ends = schedule.chains[0].stages
-    first, last = (schedule.model_stages[stage] for stage in (ends[0], ends[-1]))
+    first, last = (
+        min((schedule.model_stages[s] for s in some if schedule.placement[s] == rank), default=-1)
+        for some in (schedule.heads, targeted)
+    )
     return StepArguments(
         {s: empty(form.params[s].leaves, form.devices[s]) for s in stages},
         batch(form.inputs, first),

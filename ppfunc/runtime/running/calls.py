@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
+from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,15 @@ from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_leaves
 
 from ..lowering.comparison import checksum, differing
-from ..lowering.lower import NOWHERE, LoweredStage, LoweredStep, Overlapped, Program, places_of
+from ..lowering.lower import (
+    NOWHERE,
+    LoweredStage,
+    LoweredStep,
+    MessagePart,
+    Overlapped,
+    Program,
+    places_of,
+)
 from ..lowering.ties import OTHER_VALUES, Place, SharedLeaf, differs
 from ..ports.protocols import Call, Collective, Transport, apart
 from ..values.buffers import (
@@ -108,6 +117,25 @@ def input_tags(low: LoweredStage, key: Key) -> list[Tag]:
     """List the messages that a forward takes; an edge without leaves has no message."""
     stage, microbatch = key
     return [Tag("F", e.stage, stage, microbatch - e.shift) for e in low.sources if e.leaves]
+
+
+def pack(parts: Sequence[MessagePart], buffers: Buffers) -> None:
+    """Join the parts of a message under the tag of the first; an output for several stages once."""
+    values = [buffers.values.pop(part.tag) for part in parts if part.leaves]
+    sent = zip([part for part in parts if part.leaves], values, strict=True)
+    buffers.values[parts[0].tag] = tuple([t for part, of_part in sent if not part.again for t in of_part])
+
+
+def unpack(parts: Sequence[MessagePart], buffers: Buffers) -> None:
+    """Take a message apart into its parts."""
+    rest, output = iter(buffers.values.pop(parts[0].tag)), None
+    for part in parts:
+        if not part.leaves:
+            continue
+        value = output if part.again else tuple(islice(rest, len(part.leaves)))
+        assert value is not None
+        output = value if part.output else output
+        buffers.values[part.tag] = value
 
 
 def _compact(kept: torch.Tensor) -> torch.Tensor:
@@ -673,8 +701,7 @@ def losses_of(lowered: LoweredStep, buffers: Buffers) -> dict[int, torch.Tensor]
     """
     weighted: dict[int, torch.Tensor] = {}
     for stage, part in lowered.losses.items():
-        chain = next(chain for chain in lowered.schedule.chains if stage in chain.stages)
-        numbers = [m for m in chain.microbatches if lowered.stages[stage, m].loss is not None]
+        numbers = [m for m in lowered.schedule.numbers[stage] if lowered.stages[stage, m].loss is not None]
         each = [buffers.kept[stage, m][0] for m in numbers]
         rows = [
             torch.zeros_like(loss) if m in buffers.left_out else loss

@@ -11,6 +11,7 @@ from inspect import unwrap
 from typing import Any, NamedTuple
 
 from ppfunc.schedule import Instruction, Op
+from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS, WITHOUT_VALUE, microbatch_of
 from ppfunc.schedule.passes.running import send_completion
 from ppfunc.stage import Signature, StageProgram
@@ -18,7 +19,7 @@ from ppfunc.stage.device import SideStreams, accelerates, available
 from ppfunc.stage.errors import warn
 from ppfunc.stage.process import act_on_interrupts
 
-from ..lowering.lower import BATCH, LoweredStage, LoweredStep
+from ..lowering.lower import BATCH, LoweredStage, LoweredStep, MessagePart
 from ..lowering.stage_programs import StagePrograms
 from ..ports.protocols import Call, Transfer, Transport
 from ..values.buffers import Buffers, Key, Origin, Tag, moved
@@ -133,7 +134,9 @@ class _Binder:
         own = (i for rank in lowered.ranks for step in self._schedule.programs[rank] for i in step)
         self._leaving = frozenset(_key(i) for i in own if i.op is Op.OFFLOAD and self._moves(_key(i)))
         self._fetched = set[Key]()
-        self._received: dict[Tag, Transfer] = {}  # posted, and not waited for
+        self._flow = Dataflow(lowered.schedule)
+        # Posted, and not waited for, by the tag of each part.
+        self._received: dict[Tag, tuple[Transfer, list[MessagePart]]] = {}
         self._away, self._back = SideStreams(), SideStreams()  # of residuals
         # By stage of the model, the UNSHARD that gathers its parameters; None for the step before.
         self._gathering: dict[int, Origin | None] = {}
@@ -156,9 +159,14 @@ class _Binder:
         """Post the messages of a step, compute, wait for the sends that are known to be received."""
         step = self._schedule.programs[rank][position]
         messages = [i for i in step if i.op in COMMUNICATION]
-        if batch := [transfer for i in messages for transfer in self._transfers(i)]:
-            yield from _at(Origin(rank, position, messages[0]), self._transport.post(batch))
-            self._received |= {transfer.tag: transfer for transfer in batch if not transfer.outgoing}
+        if batch := [pair for i in messages for pair in self._transfers(i)]:
+            place = Origin(rank, position, messages[0])
+            packed = [parts for transfer, parts in batch if transfer.outgoing and len(parts) > 1]
+            yield from _at(place, *(partial(calls.pack, parts) for parts in packed))
+            yield from _at(place, self._transport.post([transfer for transfer, _ in batch]))
+            for transfer, parts in batch:
+                if not transfer.outgoing:
+                    self._received |= {part.tag: (transfer, parts) for part in parts}
         for instruction in step:
             place = Origin(rank, position, instruction)
             if (
@@ -182,7 +190,7 @@ class _Binder:
                 for part in instruction.parts or (instruction,):
                     yield from self._compute(Origin(rank, position, part))
         for instruction in completed:
-            for transfer in self._transfers(instruction):
+            for transfer, _ in self._transfers(instruction):
                 place = Origin(rank, position, instruction, transfer.tag)
                 yield from _at(place, self._transport.wait(transfer))
 
@@ -196,12 +204,18 @@ class _Binder:
 
     # -- communication
 
-    def _transfers(self, instruction: Instruction) -> Iterator[Transfer]:
-        """Yield the transfer of a SEND or RECV, if a tensor travels along its edge."""
-        edge, low = self._lowered.edge_of(instruction), self._lowered.stages[_key(instruction)]
-        if leaves := edge.travelling(instruction.op in (Op.SEND_F, Op.RECV_F)):
-            tag, peer = tag_of(instruction, edge.stage), self._schedule.placement[edge.stage]
-            yield Transfer(instruction.op in SENDS, tag, peer, leaves, low.device)
+    def _transfers(self, instruction: Instruction) -> Iterator[tuple[Transfer, list[MessagePart]]]:
+        """Yield the transfer of a SEND or RECV with its parts, if a tensor travels.
+
+        In one process each part is a transfer: the value is there once it has been computed.
+        """
+        op, stage, _, other, _, _ = instruction
+        parts = self._lowered.parts_of(instruction, self._flow)
+        peer = self._flow.routes[op, stage, other].other
+        device = self._lowered.form.devices[self._schedule.model_stages[stage]]
+        for some in [[part] for part in parts] if peer in self._lowered.ranks else [parts]:
+            if leaves := tuple(leaf for part in some if not part.again for leaf in part.leaves):
+                yield Transfer(op in SENDS, some[0].tag, peer, leaves, device), some
 
     def _await_messages(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
         """Bind the waits for the values of other ranks that a forward or a backward consumes."""
@@ -210,8 +224,11 @@ class _Binder:
             before = edge.shift if part.op is Op.F else 0
             tag = Tag("F" if part.op is Op.F else "B", edge.stage, stage, microbatch - before)
             if tag in self._received:
-                wait = self._transport.wait(self._received.pop(tag))
-                yield from _at(place._replace(awaited=tag), wait)
+                transfer, parts = self._received[tag]
+                for one in parts:
+                    del self._received[one.tag]
+                unpack = partial(calls.unpack, parts) if len(parts) > 1 else None
+                yield from _at(place._replace(awaited=transfer.tag), self._transport.wait(transfer), unpack)
 
     # -- instructions that compute
 

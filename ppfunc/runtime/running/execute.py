@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from ppfunc.schedule import Chain
 from ppfunc.schedule.instruction import TAIL
 from ppfunc.schedule.passes.running import linearize
 from ppfunc.stage import FlatProgram, LeafSignature, Signature, StageProgram
@@ -120,21 +119,20 @@ def fill(lowered: LoweredStep, arguments: StepArguments, before: Buffers | None 
         buffers.params, buffers.state = dict(before.params), dict(before.state)
         buffers.gathering, buffers.scale = dict(before.gathering), before.scale
         buffers.kept_before = [*before.kept_before, before.kept] if "aux" in lowered.spec.wants else []
-    for path in lowered.schedule.chains:
-        for stage in path.stages:
-            if lowered.schedule.placement[stage] in lowered.ranks:
-                _fill_stage(lowered, arguments, buffers, stage, path, before)
+    for stage, rank in enumerate(lowered.schedule.placement):
+        if rank in lowered.ranks:
+            _fill_stage(lowered, arguments, buffers, stage, before)
     return buffers
 
 
 def _fill_stage(
-    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, stage: int, chain: Chain,
-    before: Buffers | None,
-) -> None:  # fmt: skip
-    microbatches, model_stage = chain.microbatches, lowered.schedule.model_stages[stage]
+    lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, stage: int, before: Buffers | None
+) -> None:
+    microbatches, model_stage = lowered.schedule.numbers[stage], lowered.schedule.model_stages[stage]
     if not lowered.schedule.forward_only:
         buffers.gradients[stage] = _gradients_of(lowered, buffers, model_stage)
-    batches = [arguments.targets] if stage == chain.stages[-1] and arguments.targets else []
+    targeted = arguments.targets and lowered.stages[stage, microbatches[0]].call.function.targeted
+    batches = [arguments.targets] if targeted else []
     batches += [arguments.extras[model_stage]] if model_stage in arguments.extras else []
     if batches:
         buffers.extras.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in microbatches)
@@ -160,7 +158,7 @@ def _fill_stage(
                 leaves = before.values[Tag("F", stage, CALLER, first + lowered.schedule.slices - 1)]
             device = lowered.form.devices[model_stage]
             buffers.values[Tag("F", CALLER, stage, first)] = tuple(upload(t, device) for t in leaves)
-    if stage == chain.stages[0]:
+    if stage in lowered.schedule.heads:
         buffers.values.update((Tag("F", BATCH, stage, m), tuple(arguments.inputs[m])) for m in microbatches)
 
 
@@ -268,7 +266,7 @@ def collect(lowered: LoweredStep, steps: Sequence[StepArguments], buffers: Buffe
     The loss is not among them: it needs the losses of the other ranks.
     """
     wants, owned, arguments = lowered.spec.wants, Owned(_tensors(steps)), steps[0]
-    lasts = [chain.stages[-1] for chain in lowered.schedule.chains]
+    lasts = sorted(lowered.schedule.ends)
     outputs = _rows(lowered, buffers, lasts, "outputs") if "outputs" in wants else []
     return StepResult(
         None,
@@ -338,10 +336,10 @@ def _gradients(
 
 
 def _input_gradients(lowered: LoweredStep, arguments: StepArguments, buffers: Buffers, owned: Owned) -> Any:
-    """Make the gradients of the inputs of the chains that begin in this process."""
+    """Make the gradients of the inputs of the flows that begin in this process."""
     schedule, signatures = lowered.schedule, arguments.form.inputs or ()
-    here = [chain for chain in schedule.chains if schedule.placement[chain.stages[0]] in lowered.ranks]
-    firsts = {m: chain.stages[0] for chain in here for m in chain.microbatches}
+    here = [stage for stage in schedule.heads if schedule.placement[stage] in lowered.ranks]
+    firsts = {m: stage for stage in here for m in schedule.numbers[stage]}
     if not firsts:
         return None
 
@@ -392,10 +390,8 @@ def _rows(lowered: LoweredStep, buffers: Buffers, stages: Sequence[int], name: s
     Args:
         name: field of :class:`LoweredStage`, an item of ``_KEPT``.
     """
-    chains = {stage: chain for chain in lowered.schedule.chains for stage in chain.stages}
-    keys = [
-        (stage, m) for stage in stages for m in chains[stage].microbatches if (stage, m) in lowered.stages
-    ]
+    numbers = lowered.schedule.numbers
+    keys = [(stage, m) for stage in stages for m in numbers[stage] if (stage, m) in lowered.stages]
     rows, number = list[Any](), _KEPT.index(name)
     for kept in (*buffers.kept_before, buffers.kept):
         for key in keys:

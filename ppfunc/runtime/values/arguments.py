@@ -3,7 +3,7 @@
 import json
 import math
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -828,7 +828,7 @@ def read_arguments(
     raw: RawArguments,
     schedule: Schedule,
     stages: Sequence[int],
-    with_targets: bool,
+    targeted: Collection[int] | None,
     last: StepForm | None = None,
     weights: torch.Tensor | None = None,
     *,
@@ -838,6 +838,7 @@ def read_arguments(
     """Read the arguments of a call in a process that runs ``stages`` of the model.
 
     Args:
+        targeted: the stages of the model that take targets; None without a loss function.
         last: form of an earlier call; if these have the same, ``form`` is that object.
         weights: weights of the microbatches in the loss, [m], for a call that gives no weights.
         abstract: accept signatures for trees, and tensors without values.
@@ -847,6 +848,7 @@ def read_arguments(
         ValueError, TypeError: they do not fit the schedule.
     """
     m = schedule.microbatches
+    with_targets = targeted is not None
     for name in ("targets", "loss_weights"):
         if getattr(raw, name) is not None and not with_targets:
             raise ValueError(
@@ -871,9 +873,8 @@ def read_arguments(
     states = {s: reader.read_detached(tree, f"state[{s}]") for s, tree in state.items()}
     inputs = () if raw.inputs is None else reader.read_batch(raw.inputs, "inputs")
     # None is a target as any other tree, for a model that returns its loss.
-    ends = schedule.model_stages[schedule.chains[0].stages[-1]] in stages
-    targeted = with_targets and (raw.targets is not None or ends)
-    targets = reader.read_batch(raw.targets, "targets") if targeted else ()
+    given = targeted is not None and (raw.targets is not None or not {*stages}.isdisjoint(targeted))
+    targets = reader.read_batch(raw.targets, "targets") if given else ()
     batches = {s: reader.read_batch(extras[s], f"extras[{s}]") for s in stages if s in extras}
     carries = {
         s: [reader.read_detached(one, f"carry[{s}][{n}]") for n, one in enumerate(tree)]
@@ -888,8 +889,9 @@ def read_arguments(
     if last is not None and reader.as_known and last.weightless == weightless:
         form = last
     else:
-        first = schedule.model_stages[schedule.chains[0].stages[0]]
-        if raw.inputs is None and first in stages:
+        heads = {schedule.model_stages[stage] for stage in schedule.heads}
+        if raw.inputs is None and not heads.isdisjoint(stages):
+            first = min(heads.intersection(stages))
             raise ValueError(f"inputs: got None, but this process runs stage {first}, which needs them")
         if not abstract:
             for name, tree in reader.trees.items():

@@ -1,14 +1,14 @@
 """Build schedules of two streams of microbatches in opposite directions: DualPipe, DualPipeV, Chimera."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ppfunc._checks import naming_arguments, require_counts
 from ppfunc.parallel.topology import v_shape
 
 from ..instruction import B, F, Instruction, Op, overlap
-from ..schedule import Chain, Schedule
+from ..schedule import Flow, Schedule, by_place
 from .loops import rank_by_rank, require
 
 
@@ -48,7 +48,7 @@ def dualpipe(ranks: int, microbatches: int) -> Schedule:
         entering, leaving = (up, down) if r < ranks // 2 else (down, up)
         phases = eight_phases(entering, leaving, ranks // 2, min(r, ranks - 1 - r), microbatches // 2)
         programs.append(tuple((i,) for i in phases))
-    return Schedule("dualpipe", v_shape(ranks), chains, tuple(programs))
+    return Schedule("dualpipe", v_shape(ranks), chains, tuple(programs), replicas=by_place(chains))
 
 
 @naming_arguments
@@ -120,10 +120,10 @@ def chimera(ranks: int, microbatches: int) -> Schedule:
                 slots[start + place] = F(chain.stages[place], m)
                 slots[start + 2 * ranks - 1 - place] = B(chain.stages[place], m)
         programs.append(tuple((slots[time],) for time in sorted(slots)))
-    return Schedule("chimera", v_shape(ranks), chains, tuple(programs))
+    return Schedule("chimera", v_shape(ranks), chains, tuple(programs), replicas=by_place(chains))
 
 
-def _both_ways(ranks: int, microbatches: int, least: int, expected: str, other: str) -> tuple[Chain, Chain]:
+def _both_ways(ranks: int, microbatches: int, least: int, expected: str, other: str) -> tuple[Flow, Flow]:
     """Make a chain up the ranks and one down, each for half of the microbatches.
 
     Raises:
@@ -136,7 +136,7 @@ def _both_ways(ranks: int, microbatches: int, least: int, expected: str, other: 
     require("microbatches", microbatches, fits, expected, "split the batch finer")
     up, down = range(ranks), range(ranks, 2 * ranks)
     half = microbatches // 2
-    return Chain(tuple(up), range(half)), Chain(tuple(down), range(half, microbatches))
+    return Flow(tuple(up), range(half)), Flow(tuple(down), range(half, microbatches))
 
 
 class MicrobatchStream(NamedTuple):
@@ -146,7 +146,7 @@ class MicrobatchStream(NamedTuple):
     backwards: Iterator[Instruction]
 
 
-def stream(stage: int, microbatches: range) -> MicrobatchStream:
+def stream(stage: int, microbatches: Sequence[int]) -> MicrobatchStream:
     """Make the stream of a stage's work on its microbatches, with nothing done yet."""
     return MicrobatchStream((F(stage, m) for m in microbatches), (B(stage, m) for m in microbatches))
 

@@ -1,12 +1,12 @@
 """Build the instruction streams of DeepSpeed: training, inference, data parallelism."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ppfunc._checks import naming_arguments, require_counts
 from ppfunc.parallel.topology import loop
 
 from ..instruction import TAIL, Instruction, Op
-from ..schedule import Chain, Schedule, Step
+from ..schedule import Flow, Schedule, Step, by_place
 from .loops import require
 
 
@@ -39,7 +39,7 @@ def deepspeed_train(ranks: int, microbatches: int, order: str = "source") -> Sch
     require("order", order, order in ("source", "head"), "'source' or 'head'", "name one of the two orders")
     programs = tuple(tuple(_training_steps(r, ranks, microbatches, order == "head")) for r in range(ranks))
     return Schedule(
-        "deepspeed_train", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs
+        "deepspeed_train", loop(ranks), (Flow(tuple(range(ranks)), range(microbatches)),), programs
     )
 
 
@@ -92,7 +92,7 @@ def deepspeed_inference(ranks: int, microbatches: int) -> Schedule:
     require_counts(ranks=ranks, microbatches=microbatches)
     programs = tuple(tuple(_inference_steps(r, ranks, microbatches)) for r in range(ranks))
     return Schedule(
-        "deepspeed_inference", loop(ranks), (Chain(tuple(range(ranks)), range(microbatches)),), programs
+        "deepspeed_inference", loop(ranks), (Flow(tuple(range(ranks)), range(microbatches)),), programs
     )
 
 
@@ -137,12 +137,12 @@ def data_parallel(ranks: int, microbatches: int) -> Schedule:
         DeepSpeed, ``runtime/pipe/schedule.py``, DataParallelSchedule.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    chains = tuple(Chain((r,), range(r * microbatches, (r + 1) * microbatches)) for r in range(ranks))
+    chains = tuple(Flow((r,), range(r * microbatches, (r + 1) * microbatches)) for r in range(ranks))
     programs = tuple(tuple(_accumulating_steps(r, chain.microbatches)) for r, chain in enumerate(chains))
-    return Schedule("data_parallel", tuple(range(ranks)), chains, programs)
+    return Schedule("data_parallel", tuple(range(ranks)), chains, programs, replicas=by_place(chains))
 
 
-def _accumulating_steps(stage: int, microbatches: range) -> Iterator[Step]:
+def _accumulating_steps(stage: int, microbatches: Sequence[int]) -> Iterator[Step]:
     for m in microbatches:
         tail = (
             (Instruction(Op.REDUCE_GRAD, stage), Instruction(Op.STEP, stage)) if m == microbatches[-1] else ()

@@ -54,7 +54,7 @@ from ..passes.rewrite import compute_only
 from ..passes.running import send_completion
 from ..proof.certificate import check
 from ..proof.timeline import Timeline, simulate
-from ..schedule import Chain, Schedule
+from ..schedule import Flow, Schedule, by_place
 
 _Row = list[Instruction | None]
 _UNITS = 10  # steps of idle time that an instruction may stand for
@@ -79,8 +79,15 @@ def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
             REDUCE_GRAD, at once: torch's runtime wants them from 2.15 on, and knows none before; a bool.
 
     Skip connections are told by their messages alone: place these before, or write JSON.
+
+    Raises:
+        ValueError: a schedule whose stages are no chains.
     """
     require_schedule(schedule)
+    if not schedule.chained:
+        raise ValueError(
+            f"{schedule.name} is a graph of stages, of which CSV knows no edges and no replicas; write JSON"
+        )
     rows = (",".join(_cells(schedule, rank, waits)) for rank in range(schedule.ranks))
     head = f"{_SLICES}{schedule.slices}\n" if schedule.slices else ""
     return head + "".join(row + "\n" for row in rows)
@@ -127,9 +134,10 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
                 f"row {rank + 1} (rank {rank}): {blanks} blanks, far more than {instructions} instructions"
                 " can take"
             )
-    placement, chains = _layout(rows)
+    placement, flows = _layout(rows)
     programs = tuple(tuple(() if i is None else (i,) for i in row) for row in rows)
-    return Schedule(name, placement, chains, programs, _skips(rows, len(placement)), slices)
+    skips = _skips(rows, len(placement))
+    return Schedule(name, placement, flows, programs, skips, slices, by_place(flows))
 
 
 def _sliced(text: str) -> tuple[int, str]:
@@ -217,7 +225,7 @@ def _skips(rows: list[_Row], stages: int) -> tuple[tuple[int, int], ...]:
     return tuple(sorted(edges))
 
 
-def _layout(rows: list[_Row]) -> tuple[tuple[int, ...], tuple[Chain, ...]]:
+def _layout(rows: list[_Row]) -> tuple[tuple[int, ...], tuple[Flow, ...]]:
     """Infer placement and chains from the compute instructions, in linear time and trusting no number.
 
     A wrong table so keeps its nearest meaning, which ``check`` can refuse with a place.
@@ -277,7 +285,7 @@ def _microbatches(computed: set[tuple[int, int]]) -> int:
     return best
 
 
-def _chains(stages: int, microbatches: int, forwards: set[tuple[int, int]]) -> tuple[Chain, ...]:
+def _chains(stages: int, microbatches: int, forwards: set[tuple[int, int]]) -> tuple[Flow, ...]:
     """Choose the division into equal chains that the forwards contradict least.
 
     With k chains, chain j holds stages ``j*S/k`` to ``(j+1)*S/k - 1`` and the j-th of k equal
@@ -294,7 +302,7 @@ def _chains(stages: int, microbatches: int, forwards: set[tuple[int, int]]) -> t
                 best, least = number, outside + missing
     length, share = stages // best, microbatches // best
     return tuple(
-        Chain(tuple(range(j * length, (j + 1) * length)), range(j * share, (j + 1) * share))
+        Flow(tuple(range(j * length, (j + 1) * length)), range(j * share, (j + 1) * share))
         for j in range(best)
     )
 
@@ -359,9 +367,9 @@ def _require_torch(schedule: Schedule) -> None:
     if more:
         mend = "compute_only(schedule), or `ppfunc show --format csv`, leaves the compute"
         raise ValueError(f"{schedule.name} has {', '.join(more)}, which torch's runtime cannot read: {mend}")
-    if len(schedule.chains) > 1:
+    if len(schedule.flows) > 1 or not schedule.chained:
         raise ValueError(
-            f"{schedule.name} has {len(schedule.chains)} chains of stages, torch's runtime runs one"
+            f"{schedule.name} has {len(schedule.flows)} chains of stages, torch's runtime runs one"
         )
     if schedule.skips:
         raise ValueError(

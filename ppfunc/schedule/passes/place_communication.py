@@ -12,7 +12,7 @@ from ppfunc._checks import require_counts
 
 from ..collector import collector_paused
 from ..costs import Costs
-from ..dataflow import Dataflow, EdgeFlow, edge_flows
+from ..dataflow import Dataflow, Link, links
 from ..errors import require_schedule
 from ..instruction import COMMUNICATION, COMPUTE, KINDS, Instruction, Op
 from ..proof.timeline import earliest
@@ -81,8 +81,8 @@ def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     postings: list[list[Posting]] = [[] for _ in schedule.programs]
     programs = []
     for low, program in enumerate(schedule.programs):
-        for high, edges in pairs.get(low, {}).items():
-            if rows := sorted(chain.from_iterable(_along(flow, edge, times.done) for edge in edges)):
+        for high, some in pairs.get(low, {}).items():
+            if rows := sorted(chain.from_iterable(_along(flow, link, times.done) for link in some)):
                 messages = Messages(*zip(*rows, strict=True))
                 gaps = {rank: _gaps(messages, rank, computes[rank]) for rank in (low, high)}
                 for rank, other in ((low, high), (high, low)):
@@ -102,28 +102,36 @@ def _computes(program: Program, ends: Sequence[int], lookahead: int) -> Computes
     return Computes(dict(zip(ends, indices, strict=True)), early, list(before))
 
 
-def _pairs(schedule: Schedule) -> dict[int, dict[int, list[EdgeFlow]]]:
-    """Group the edges between each two ranks, by the lower and then by the higher rank."""
-    pairs: dict[int, dict[int, list[EdgeFlow]]] = {}
-    for edge in edge_flows(schedule):
-        low, high = sorted((schedule.placement[edge.source], schedule.placement[edge.target]))
-        if low != high:
-            pairs.setdefault(low, {}).setdefault(high, []).append(edge)
+def _pairs(schedule: Schedule) -> dict[int, dict[int, list[Link]]]:
+    """Group the links between each two ranks, by the lower and then by the higher rank."""
+    pairs: dict[int, dict[int, list[Link]]] = {}
+    for link in links(schedule):
+        low, high = sorted((schedule.placement[link.source], schedule.placement[link.targets[0][0]]))
+        pairs.setdefault(low, {}).setdefault(high, []).append(link)
     return pairs
 
 
-def _along(flow: Dataflow, edge: EdgeFlow, done: Mapping[int, Mapping[int, int]]) -> Iterable[tuple]:
-    """Iterate over the consumed messages of all microbatches along one edge, as rows."""
-    a, b, op, send, receive, far, near, shift = edge
-    first, then = (flow.output(stage, 0) + KINDS[op].product for stage in (a, b))
-    message, stride = flow.message(first, b), flow.stride
-    made, used = done.get(first, {}), done.get(then, {})
-    if shift:  # by the microbatch that makes what the next slice consumes
-        used = {m - shift: end for m, end in used.items() if flow.schedule.joins(m, -shift)}
+def _along(flow: Dataflow, link: Link, done: Mapping[int, Mapping[int, int]]) -> Iterable[tuple]:
+    """Iterate over the consumed messages of all microbatches of a link, as rows."""
+    a, targets, op, send, receive, far, near, microbatches = link
+    product, home = KINDS[op].product, flow.schedule.placement
+    first, b = flow.output(a, 0) + product, targets[0][0]
+    message, stride = flow.message(first, home[b]), flow.stride
+    made, used = done.get(first, {}), done.get(flow.output(b, 0) + product, {})
+    if len(targets) > 1 or not flow.always(b, a, -targets[0][1]):
+        # By the microbatch that makes the value, when it is first consumed.
+        used = {}
+        for target, shift in targets:
+            for m, end in done.get(flow.output(target, 0) + product, {}).items():
+                if flow.takes(m, a, -shift):
+                    used[m - shift] = min(end, used.get(m - shift, end))
+    if len(flow.schedule.flows) > 1:
+        among = microbatches if isinstance(microbatches, range) else frozenset(microbatches)
+        made = {m: end for m, end in made.items() if m in among}
     numbers = [m for m in made if m in used]
     return zip(
         map(made.__getitem__, numbers),
-        repeat(flow.schedule.placement[a]),
+        repeat(home[a]),
         [message + stride * m for m in numbers],
         map(used.__getitem__, numbers),
         map(_instruction, zip(repeat(send), repeat(a), numbers, repeat(far), repeat(None), repeat(()))),

@@ -258,7 +258,7 @@ def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule
     """
     require_schedule(schedule)
     targets = not schedule.forward_only if targets is None else targets
-    loading = {c.stages[0] for c in schedule.chains} | {c.stages[-1] for c in schedule.chains if targets}
+    loading = schedule.heads | (schedule.ends if targets else set())
     return _insert_before(schedule, Op.LOAD, {Op.LOAD}, lambda op, stage: op is Op.F and stage in loading)
 
 
@@ -366,20 +366,23 @@ def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedu
             f"skips: got {reprlib.repr(skips)} of type {type(skips).__name__}, expected a list of pairs"
             " (source, destination)"
         )
-    places = {schedule.model_stages[stage]: place for place, stage in enumerate(schedule.chains[0].stages)}
+    flows = [{schedule.model_stages[s]: s for s in flow.stages} for flow in schedule.flows]
+    edges = []
     for source, destination in skips:
-        if not {source, destination} <= places.keys() or 0 <= places[destination] - places[source] < 2:
+        pairs = [(of[source], of[destination]) for of in flows if {source, destination} <= of.keys()]
+        along = {pair for flow in schedule.flows for pair in flow.pairs}
+        if not pairs or source == destination or not along.isdisjoint(pairs):
             raise ValueError(
                 f"skips: got {(source, destination)}, expected (source, destination), two stages of the model"
                 " with another one between them"
             )
-        if places[destination] < places[source] and not (schedule.slices and schedule.forward_only):
+        if any(schedule.shift(*pair) for pair in pairs) and not (schedule.slices and schedule.forward_only):
             raise ValueError(
                 f"skips: got {(source, destination)}, expected (source, destination) in order: it leads"
                 f" back to the next slice of a sequence, and {schedule.name} has"
                 f" {'a backward' if schedule.slices else 'no slices'}; schedules such as decode can"
             )
-    edges = [(c.stages[places[a]], c.stages[places[b]]) for a, b in skips for c in schedule.chains]
+        edges += pairs
     bare = remove_communication(schedule) if schedule.ops & {Op.SEND_F, Op.RECV_F} else schedule
     return replace(bare, skips=tuple(dict.fromkeys((*schedule.skips, *edges))))
 

@@ -13,6 +13,7 @@ from ppfunc._checks import require_counts, require_number, require_type, show_ta
 from ..builders import BUILDERS, find_builder
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
+from ..dataflow import Dataflow, links
 from ..formats.svg import Point, clipped, draw, number, short
 from ..instruction import RESIDUAL_OPS, Op
 from ..proof.certificate import check
@@ -295,11 +296,8 @@ def _figures(schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFi
 
 
 def _messages(schedule: Schedule) -> int:
-    walked = {stage: len(chain.microbatches) for chain in schedule.chains for stage in chain.stages}
-    ways = 1 if schedule.forward_only else 2
-    # The last slice of a sequence sends nothing back to the next.
-    kept = [schedule.sequences if schedule.shift(*edge) else 0 for edge in schedule.crossing_edges]
-    return sum(walked[source] for source, _ in schedule.crossing_edges) * ways - sum(kept)
+    flow, ops = Dataflow(schedule), {Op.F} if schedule.forward_only else {Op.F, Op.B}
+    return sum(len(flow.sent(link)) for link in links(schedule) if link.compute in ops)
 
 
 def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Number | None:
@@ -311,7 +309,7 @@ def bound_of_order(schedule: Schedule, costs: Costs, cap: Number | None) -> Numb
     """
     paired = Op.OVERLAP_F_B in schedule.ops and costs.overlapped is not None
     unlike = schedule.slices and costs.slices
-    if len(schedule.chains) > 1 or paired or schedule.forward_only or unlike:
+    if len(schedule.flows) > 1 or not schedule.chained or paired or schedule.forward_only or unlike:
         return None
     if schedule.ops & RESIDUAL_OPS:
         cap = None  # which bounds what is kept

@@ -63,7 +63,7 @@ def builder_orders(p: Problem, costs: Costs, cap: Cap) -> Iterator[tuple[str, Or
         sample = build(name, p.ranks, 1, **options)
         if sample is None or sample.placement == p.place:
             schedule = build(name, p.ranks, microbatches, **options)
-            trains = schedule and len(schedule.chains) == 1 and not schedule.forward_only
+            trains = schedule and len(schedule.flows) == 1 and schedule.chained and not schedule.forward_only
             if schedule and trains and schedule.placement == p.place:
                 yield name, order_of(schedule) if sliced else ahead(p, order_of(schedule))
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from ..dataflow import Dataflow
@@ -27,16 +27,17 @@ class OrderRecord(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Neighbours(Container[int]):
-    """Look up the neighbour of a microbatch in its sequence, which begins and ends without."""
+class _Some(Container[int]):
+    """Look up an input that not all microbatches have, see :meth:`Dataflow.takes`."""
 
     numbers: dict[int, int]
-    schedule: Schedule
+    flow: Dataflow
+    origin: int
     shift: int
 
     def __contains__(self, microbatch: Any) -> bool:
-        joined = self.schedule.joins(microbatch, self.shift)
-        return not joined or microbatch + self.shift in self.numbers
+        takes = self.flow.takes(microbatch, self.origin, self.shift)
+        return not takes or microbatch + self.shift in self.numbers
 
 
 _Needs = tuple[tuple[Container[int], int, str], ...]
@@ -123,10 +124,17 @@ def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | Non
     """Map ``(op, stage, peer)`` of computes and messages to the values that they need and make."""
     kinds: dict[tuple[Op, int, int | None], _Rule] = {}
     home = flow.schedule.placement
-    for (op, stage, peer), (first, _) in flow.routes.items():
-        value = first // flow.schedule.stages
+    for (op, stage, peer), (first, _, links) in flow.routes.items():
+        value, rank = flow.content(first)
         lack = "it sends {}, which this rank has not computed in an earlier step"
         needs: _Needs = ((record.made[value], value, lack),) if op in SENDS else ()
+        sent = [flow.sent(link) for link in links]
+        if not any(some is flow.schedule.numbers[stage] for some in sent):
+            lack = (
+                f"no stage of rank {rank} takes {{}} by this name: its microbatch goes another way, or is the last"
+                " slice of its sequence"
+            )
+            needs += ((frozenset(chain.from_iterable(sent)), value, lack),)
         kinds[op, stage, peer] = needs, ((record.sends if op in SENDS else record.receives)[first],)
     for (op, stage), values in flow.needs.items():
         needs = ()
@@ -135,10 +143,11 @@ def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | Non
                 lack, numbers = "it needs {}, which this rank has not computed before", record.made[value]
             elif flow.schedule.ops & COMMUNICATION:
                 lack = "it needs {}, but its receive has not been posted before"
-                numbers = record.receives[flow.message(value, stage)]
+                numbers = record.receives[flow.message(value, home[stage])]
             else:
                 continue
-            there: Container[int] = _Neighbours(numbers, flow.schedule, shift) if shift else numbers
+            always = flow.always(stage, origin, shift)
+            there: Container[int] = numbers if always else _Some(numbers, flow, origin, shift)
             needs += ((there, value + 2 * shift, lack),)
         product = flow.output(stage, 0) + KINDS[op].product
         makes: _Makes = (record.made[product],) if KINDS[op].makes else ()
@@ -172,8 +181,12 @@ def _twice(flow: Dataflow, part: Instruction, earlier: int) -> str:
 def _no_route(schedule: Schedule, instruction: Instruction) -> str:
     """Say why a message that has no route cannot exist."""
     stage, other = instruction.stage, schedule.other_end(instruction)
-    if instruction.peer is None and other is None:
-        end = "last" if instruction.op in (Op.SEND_F, Op.RECV_B) else "first"
+    onward = instruction.op in (Op.SEND_F, Op.RECV_B)
+    if other is None and any(stage == edge[not onward] for edge in schedule.edges):
+        way = "from" if onward else "to"
+        return f"there are several edges {way} stage {stage}, or a skip connection: expected the peer's name"
+    if other is None:
+        end = "last" if onward else "first"
         return (
             f"stage {stage} is the {end} of its chain, so there is no stage for the other end of this message"
         )
@@ -184,17 +197,18 @@ def _no_route(schedule: Schedule, instruction: Instruction) -> str:
         )
     return (
         f"no skip connection that leaves the rank joins stages {stage} and {instruction.peer!r:.40} in this"
-        " direction"
+        " direction, or the value goes to that rank under the name of the stage that needs it first"
     )
 
 
 def _check_complete(flow: Dataflow, record: OrderRecord) -> None:
-    """Refuse a stage that lacks a microbatch of its chain, and a message with one end."""
+    """Refuse a stage that lacks a microbatch of its flow, and a message with one end."""
     schedule = flow.schedule
     per_stage = 1 if schedule.forward_only else 2
     # Not their len(), which knows no range beyond the word size of the machine.
-    expected = sum(
-        len(c.stages) * (c.microbatches.stop - c.microbatches.start) * per_stage for c in schedule.chains
+    expected = per_stage * sum(
+        len(f.stages) * (m.stop - m.start if isinstance(m := f.microbatches, range) else len(m))
+        for f in schedule.flows
     )
     if sum(map(len, record.made.values())) != expected:
         raise _missing(flow, record, per_stage)
@@ -205,13 +219,9 @@ def _check_complete(flow: Dataflow, record: OrderRecord) -> None:
                 position = position_of(schedule, home[flow.place(gradient)[0]], number)
                 reason = "its weight gradient W is missing: after I there must be one W"
                 raise fault_at(schedule, position, reason)
-    for (op, stage, peer), (first, other) in flow.routes.items():
-        back = op is Op.SEND_F and peer is not None and schedule.shift(stage, peer)
+    for (op, stage, _), (first, other, _) in flow.routes.items():
         here, there = (record.sends, record.receives)[:: 1 if op in SENDS else -1]
         for microbatch, number in here[first].items():
-            if back and not schedule.joins(microbatch, 1):
-                reason = "it leads back to the next slice, and its microbatch is the last of its sequence"
-                raise fault_at(schedule, position_of(schedule, home[stage], number), reason)
             if microbatch not in there[first]:
                 verb = "receives" if op in SENDS else "sends"
                 reason = f"rank {other}, at the other end, never {verb} this message"
@@ -220,9 +230,9 @@ def _check_complete(flow: Dataflow, record: OrderRecord) -> None:
 
 def _missing(flow: Dataflow, record: OrderRecord, per_stage: int) -> ScheduleError:
     """Make the error for the first stage and microbatch that lack a forward or a backward."""
-    for chain in flow.schedule.chains:
-        for microbatch in chain.microbatches:
-            for stage in chain.stages:
+    for way in flow.schedule.flows:
+        for microbatch in way.microbatches:
+            for stage in way.stages:
                 for product, name in ((0, "forward F"), (1, "backward, B or I"))[:per_stage]:
                     output = flow.output(stage, 0)
                     if microbatch not in record.made[output + product]:

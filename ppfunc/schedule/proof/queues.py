@@ -110,7 +110,7 @@ def _streams(flow: Dataflow, record: OrderRecord) -> _Streams:
     Refuse a pair of ranks whose receives are in another order than the sends: messages carry no names.
     """
     streams: _Streams = {}
-    for (op, stage, _), (first, receiver) in flow.routes.items():
+    for (op, stage, _), (first, receiver, _) in flow.routes.items():
         if op in SENDS:
             messages = streams.setdefault((flow.schedule.placement[stage], receiver), [])
             received = record.receives[first]
@@ -162,12 +162,12 @@ def _message_waits(
         for value, origin, shift in needs if op in (Op.F, Op.I) else ():
             if (sender := home[origin]) == rank:
                 continue
-            message = flow.message(value, stage)
+            message = flow.message(value, rank)
             received, batches = record.receives[message], last[rank, sender]
             numbers = record.made[flow.output(stage, 0) + KINDS[op].product]
-            if shift:
-                joined = (m for m in numbers if flow.schedule.joins(m, shift))
-                numbers = {m + shift: numbers[m] for m in joined}
+            if not flow.always(stage, origin, shift):
+                taken = (m for m in numbers if flow.takes(m, origin, shift))
+                numbers = {m + shift: numbers[m] for m in taken}
             posted = map(steps[rank].__getitem__, map(received.__getitem__, numbers))
             awaited = map(batches.__getitem__, posted)
             messages = [message + stride * microbatch for microbatch in numbers]
@@ -253,8 +253,8 @@ def describe(flow: Dataflow, message: int) -> str:
     """Return a message in words."""
     if message < 0:
         return f"the sum over the replicas {flow.schedule.replicas[-1 - message]}"
-    value, target = divmod(message, flow.schedule.stages)
-    return f"{flow.name(value)} to stage {target}"
+    value, rank = flow.content(message)
+    return f"{flow.name(value)} to rank {rank}"
 
 
 def _deadlock(flow: Dataflow, steps: list[list[int]], blocked: list[Wait | None]) -> ScheduleError:

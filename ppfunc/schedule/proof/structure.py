@@ -1,29 +1,34 @@
 """Prove that a schedule is well formed: the right types, numbers in range, stages on their ranks."""
 
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any, TypeGuard
 
 from ..errors import ScheduleError, require_schedule, schedule_error
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
-from ..schedule import Chain, Schedule
+from ..schedule import Flow, Schedule
 
-Ranges = list[tuple[int, int]]
+Numbers = list[range | frozenset[int]]
+"""By stage: the microbatches that go through it."""
 
 
 def check_structure(schedule: Schedule) -> None:
     """Refuse a value that is no well-formed schedule.
 
     Raises:
-        ScheduleError: a field of the wrong type, chains that are not disjoint or not of equal
-            length, an instruction out of range or on a rank that does not hold its stage.
+        ScheduleError: a field of the wrong type, flows that share microbatches or contradict each other, an
+            instruction out of range or on a rank that does not hold its stage.
     """
     require_schedule(schedule)
     _check_fields(schedule)
-    ranges = _check_chains(schedule)
+    _check_flows(schedule)
+    _check_replicas(schedule)
     _check_slices(schedule)
     _check_skips(schedule)
+    numbers = [m if isinstance(m, range) else frozenset(m) for m in schedule.numbers]
     for rank, program in enumerate(schedule.programs):
-        _check_program(schedule, rank, program, ranges)
+        _check_program(schedule, rank, program, numbers)
     back = next((skip for skip in schedule.skips if schedule.shift(*skip)), None)
     if back and not schedule.forward_only:
         raise _plain(f"skip {back} leads back, to the next slice of a sequence: expected no backward")
@@ -38,7 +43,7 @@ def _is_number(value: Any) -> TypeGuard[int]:
 
 
 def _check_fields(schedule: Schedule) -> None:
-    for field in ("placement", "chains", "programs", "skips"):
+    for field in ("placement", "flows", "programs", "skips"):
         value = getattr(schedule, field)
         if type(value) is not tuple:
             raise _plain(f"{field} is a {type(value).__name__}, expected a tuple")
@@ -57,78 +62,175 @@ def _check_fields(schedule: Schedule) -> None:
             )
 
 
-def _check_chains(schedule: Schedule) -> Ranges:
-    """Return the microbatches of every stage, as (first, one past the last)."""
+def _check_flows(schedule: Schedule) -> None:
     stages = len(schedule.placement)
-    ranges: list[tuple[int, int] | None] = [None] * stages
-    for number, chain in enumerate(schedule.chains):
-        _check_chain(number, chain)
-        for stage in chain.stages:
+    flows_of: list[list[int]] = [[] for _ in range(stages)]
+    for number, flow in enumerate(schedule.flows):
+        _check_flow(number, flow)
+        for stage in flow.stages:
             if not _is_number(stage) or stage >= stages:
-                raise _plain(f"chain {number} names stage {stage!r}, expected a stage from 0 to {stages - 1}")
-            if ranges[stage] is not None:
-                raise _plain(f"stage {stage} occurs twice in the chains, expected it once")
-            ranges[stage] = (chain.microbatches.start, chain.microbatches.stop)
-    if None in ranges:
-        raise _plain(f"stage {ranges.index(None)} is in no chain, expected each stage in one")
-    if len({len(c.stages) for c in schedule.chains}) > 1:
-        raise _plain("the chains differ in length: equal positions of two chains hold replicas of one stage")
-    spans = sorted((c.microbatches.start, c.microbatches.stop) for c in schedule.chains)
+                raise _plain(f"flow {number} names stage {stage!r}, expected a stage from 0 to {stages - 1}")
+            if number in flows_of[stage]:
+                raise _plain(f"stage {stage} occurs twice in flow {number}, expected it once")
+            flows_of[stage].append(number)
+        _check_edges(number, flow)
+    if [] in flows_of:
+        raise _plain(f"stage {flows_of.index([])} is in no flow, expected each stage in one or more")
+    instructions = sum(len(step) for program in schedule.programs for step in program if type(step) is tuple)
+    spans = []
+    for number, flow in enumerate(schedule.flows):
+        m = flow.microbatches
+        spans += [(m.start, m.stop)] if isinstance(m, range) else [(n, n + 1) for n in m]
+        walked = schedule.slices or any(len(flows_of[stage]) > 1 for stage in flow.stages)
+        if walked and m[-1] - m[0] > instructions:
+            raise _plain(f"flow {number} has microbatches up to {m[-1]}, and there are fewer instructions")
+    spans.sort()
     for (_, stop), (start, _) in pairwise(spans):
         if start < stop:
-            raise _plain(f"microbatch {start} walks two chains, expected it in one")
-    return [r for r in ranges if r is not None]
+            raise _plain(f"microbatch {start} is in two flows, expected it in one")
+    _check_common(schedule.flows)
 
 
-def _check_chain(number: int, chain: Any) -> None:
-    if not isinstance(chain, Chain) or len(chain) != 2:
-        raise _plain(f"chain {number} is a {type(chain).__name__}, expected a Chain")
-    if type(chain.stages) is not tuple or not chain.stages:
+def _check_flow(number: int, flow: Any) -> None:
+    if not isinstance(flow, Flow) or len(flow) != 3:
+        raise _plain(f"flow {number} is a {type(flow).__name__}, expected a Flow")
+    if type(flow.stages) is not tuple or not flow.stages:
         raise _plain(
-            f"chain {number} has stages {chain.stages!r:.60}, expected a tuple with at least one stage"
+            f"flow {number} has stages {flow.stages!r:.60}, expected a tuple with at least one stage"
         )
-    m = chain.microbatches
-    if type(m) is not range or m.step != 1 or m.start < 0 or m.stop <= m.start:
+    m = flow.microbatches
+    if type(m) is range and m.step == 1 and 0 <= m.start < m.stop:
+        return
+    ascends = type(m) is tuple and all(map(_is_number, m)) and all(a < b for a, b in pairwise(m))
+    if not ascends or m[-1:] == m[:1] or m[-1] - m[0] < len(m):
         raise _plain(
-            f"chain {number} has microbatches {m!r:.60}, expected a range with at least one, in steps of one"
+            f"flow {number} has microbatches {m!r:.60}, expected a range with at least one, in steps of one,"
+            " or an ascending tuple of numbers that are not consecutive"
         )
+
+
+def _check_edges(number: int, flow: Flow) -> None:
+    """Refuse edges that are not between stages of the flow in its order."""
+    if flow.edges is None:
+        return
+    if type(flow.edges) is not tuple:
+        raise _plain(f"flow {number} has edges {flow.edges!r:.60}, expected a tuple of pairs, or None")
+    place = {stage: n for n, stage in enumerate(flow.stages)}
+    for edge in flow.edges:
+        if type(edge) is not tuple or len(edge) != 2 or not all(_is_number(s) and s in place for s in edge):
+            raise _plain(f"flow {number} has the edge {edge!r:.60}, expected a pair of its stages")
+        if place[edge[1]] <= place[edge[0]]:
+            raise _plain(f"flow {number} has the edge {edge} against the order of its stages {flow.stages}")
+    if len({*flow.edges}) < len(flow.edges):
+        raise _plain(f"flow {number} has an edge twice, expected each once")
+    if flow.edges == tuple(pairwise(flow.stages)):
+        raise _plain(f"flow {number} has the edges of a chain: expected None for them")
+
+
+def _check_common(flows: tuple[Flow, ...]) -> None:
+    """Refuse flows that contradict each other in the stages that they share."""
+    of_stage: dict[int, list[int]] = {}
+    after: dict[int, list[int]] = {}
+    for number, flow in enumerate(flows):
+        for stage in flow.stages:
+            of_stage.setdefault(stage, []).append(number)
+        for a, b in pairwise(flow.stages):
+            after.setdefault(b, []).append(a)
+    if all(len(numbers) == 1 for numbers in of_stage.values()):
+        return
+    pairs = [frozenset(flow.pairs) for flow in flows]
+    into = [Counter(b for _, b in of_flow) for of_flow in pairs]
+    for number, flow in enumerate(flows):
+        for other in range(number):
+            common = {*flow.stages}.intersection(flows[other].stages)
+            for a, b in pairs[number] ^ pairs[other]:
+                if a in common and b in common:
+                    raise _plain(
+                        f"one of the flows {other} and {number} has the edge {(a, b)}, both have its stages:"
+                        " expected it in both"
+                    )
+            for stage in common:
+                if into[number][stage] != into[other][stage]:
+                    raise _plain(
+                        f"{into[other][stage]} edges lead to stage {stage} in flow {other}, and"
+                        f" {into[number][stage]} in flow {number}: expected as many; a skip connection may be"
+                        " in some flows only"
+                    )
+                if (stage == flow.stages[-1]) != (stage == flows[other].stages[-1]):
+                    raise _plain(
+                        f"stage {stage} is the last of one of the flows {other} and {number}: expected both"
+                    )
+    try:
+        TopologicalSorter(after).prepare()
+    except CycleError as error:
+        raise _plain(f"flows have the stages {error.args[1]} in different orders, expected one") from None
+
+
+def _check_replicas(schedule: Schedule) -> None:
+    if type(schedule.replicas) is not tuple or not all(
+        type(group) is tuple and group and all(_is_number(s) and s < schedule.stages for s in group)
+        for group in schedule.replicas
+    ):
+        raise _plain(
+            f"replicas are {schedule.replicas!r:.60}, expected a tuple of groups of stages that exist"
+        )
+    stages = [stage for group in schedule.replicas for stage in group]
+    if len({*stages}) < len(stages):
+        raise _plain(f"replicas are {schedule.replicas!r:.60}, expected each stage in one group at most")
 
 
 def _check_slices(schedule: Schedule) -> None:
     slices = schedule.slices
     if not _is_number(slices):
         raise _plain(f"slices is {slices!r:.40}, expected the number of slices of a sequence, from 0")
-    for number, chain in enumerate(schedule.chains):
-        begin, end = chain.microbatches.start, chain.microbatches.stop
-        if slices and (begin % slices or end % slices):
+    for number, flow in enumerate(schedule.flows if slices else ()):
+        m = flow.microbatches
+        if isinstance(m, range):
+            whole = m.start % slices == m.stop % slices == 0
+        else:
+            whole = all({*range(n - n % slices, n - n % slices + slices)} <= {*m} for n in m)
+        if not whole:
             raise _plain(
-                f"chain {number} has microbatches {begin} to {end - 1}, expected whole sequences of {slices}"
+                f"flow {number} has microbatches {m[0]} to {m[-1]}, expected whole sequences of {slices}"
                 " slices"
             )
 
 
 def _check_skips(schedule: Schedule) -> None:
-    at = {s: (number, place) for number, c in enumerate(schedule.chains) for place, s in enumerate(c.stages)}
+    flows = [{stage: place for place, stage in enumerate(flow.stages)} for flow in schedule.flows]
+    along = {pair for flow in schedule.flows for pair in flow.pairs}
     seen = set()
     for skip in schedule.skips:
-        if type(skip) is not tuple or len(skip) != 2 or not all(_is_number(s) and s in at for s in skip):
+        if (
+            type(skip) is not tuple
+            or len(skip) != 2
+            or not all(_is_number(s) and s < schedule.stages for s in skip)
+        ):
             raise _plain(
                 f"skip {skip!r:.60} is not a pair (source stage, destination stage) of stages that exist"
             )
-        (chain, source), (other, destination) = at[skip[0]], at[skip[1]]
-        if chain != other or 0 <= destination - source < 2:
+        source, destination = skip
+        common = [at for at in flows if source in at and destination in at]
+        if skip in along or source == destination or not common:
             raise _plain(
-                f"skip {skip}: expected a destination two stages or more after its source, in one chain; a"
-                " stage gives its neighbour what it needs in its output"
+                f"skip {skip}: expected two stages of one flow without an edge between them; a stage gives"
+                " its neighbour what it needs in its output"
             )
-        if destination < source and not schedule.slices:
+        back = {at[destination] < at[source] for at in common}
+        model = schedule.model_stages
+        for flow in schedule.flows:
+            if source in flow.stages and model[destination] not in {model[s] for s in flow.stages}:
+                raise _plain(
+                    f"skip {skip} leads out of the flow with the stages {flow.stages}: expected its end in it"
+                )
+        if back == {True} and not schedule.slices:
             raise _plain(f"skip {skip} leads back, to the next slice of a sequence: expected slices")
         if skip in seen:
             raise _plain(f"skip {skip} is there twice, expected each once")
         seen.add(skip)
 
 
-def _check_program(schedule: Schedule, rank: int, program: tuple, ranges: Ranges) -> None:
+def _check_program(schedule: Schedule, rank: int, program: tuple, numbers: Numbers) -> None:
     for step, instructions in enumerate(program):
         if type(instructions) is not tuple:
             raise _plain(
@@ -140,11 +242,11 @@ def _check_program(schedule: Schedule, rank: int, program: tuple, ranges: Ranges
                 raise ScheduleError(
                     rank, (step, place), None, f"got a value of type {kind}, expected an Instruction"
                 )
-            if fault := _fault(instruction, rank, schedule, ranges):
+            if fault := _fault(instruction, rank, schedule, numbers):
                 raise schedule_error(schedule, rank, (step, place), fault)
 
 
-def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> bool:
+def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, numbers: Numbers) -> bool:
     """Tell whether the parts are a forward and a backward of stages of this rank."""
     op, stage, m, _, _, parts = instruction
     if (
@@ -158,12 +260,12 @@ def _is_pair(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ra
     return (
         forward[0] is Op.F
         and (backward[0] is Op.B or backward[0] is Op.I)
-        and not any(_fault(part, rank, schedule, ranges) for part in parts)
+        and not any(_fault(part, rank, schedule, numbers) for part in parts)
         and forward[1:3] == (stage, m)
     )
 
 
-def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Ranges) -> str:
+def _fault(instruction: Instruction, rank: int, schedule: Schedule, numbers: Numbers) -> str:
     """Put the fault of one instruction in words; a sound instruction has the empty text."""
     op, stage, m, peer, slot, parts = instruction
     placement = schedule.placement
@@ -173,13 +275,15 @@ def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Rang
         return f"stage {stage!r:.40} is out of range, expected a stage from 0 to {len(placement) - 1}"
     if placement[stage] != rank:
         return f"stage {stage} is on rank {placement[stage]}, this is rank {rank}"
-    first, stop = ranges[stage]
     if op in WHOLE_STAGE:
         if m is not None:
             return f"{op} is for a whole stage, but got microbatch {m!r:.40}"
-    elif type(m) is not int or not first <= m < stop:
+    elif type(m) is not int or m not in numbers[stage]:
+        through = schedule.numbers[stage]
+        some = "" if isinstance(through, range) else f" of {through!r:.60}"
         return (
-            f"microbatch {m!r:.40} is out of range, expected one from {first} to {stop - 1} in stage {stage}"
+            f"microbatch {m!r:.40} is out of range, expected one from {through[0]} to {through[-1]}{some} in"
+            f" stage {stage}"
         )
     if peer is not None and op not in COMMUNICATION:
         return f"peer is {peer!r:.40}, but only messages have a peer"
@@ -190,7 +294,7 @@ def _fault(instruction: Instruction, rank: int, schedule: Schedule, ranges: Rang
     if slot is not None and not _is_number(slot):
         return f"slot is {slot!r:.40}, expected None or a number from 0"
     if op is Op.OVERLAP_F_B or parts != ():
-        if _is_pair(instruction, rank, schedule, ranges):
+        if _is_pair(instruction, rank, schedule, numbers):
             return ""
         return (
             "expected an overlapped pair of one forward F, named first, and one backward B or I, both of"

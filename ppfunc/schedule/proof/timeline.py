@@ -142,13 +142,13 @@ def earliest(schedule: Schedule, costs: Costs, ops: Set[Op] = COMPUTE) -> Earlie
     check_structure(schedule)
     flow = Dataflow(schedule)
     lines: dict[int, Line] = defaultdict(lambda: ({}, {}))
-    # What another slice has made has the number of the slice that consumes it; what comes from beyond the
-    # sequence was there before all time.
-    if schedule.slices > 1:
-        for stage in range(schedule.stages):
-            for shift, product in ((-1, 0), (1, 1)):
-                ends = (m for m in range(schedule.microbatches) if not schedule.joins(m, shift))
-                lines[flow.output(stage, 0) + product + 2 * shift] = dict.fromkeys(ends, -inf), {}
+    # What another slice has made has the number of the slice that consumes it; what a microbatch does not
+    # have was there before all time.
+    for (_, stage), inputs in flow.needs.items():
+        for value, origin, shift in inputs:
+            if not flow.always(stage, origin, shift):
+                without = (m for m in schedule.numbers[stage] if not flow.takes(m, origin, shift))
+                lines[value + 2 * shift][0].update(dict.fromkeys(without, -inf))
     kinds = _kinds(schedule, flow, lines, costs, ops)
     times = EarliestTimes(tuple([] for _ in schedule.programs), tuple([] for _ in schedule.programs), {})
     ready = list(range(schedule.ranks - 1, -1, -1))
@@ -597,7 +597,7 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
     carried: dict[object, tuple[Mapping[Any, Time], Any]] = {}
     nothing: tuple[Mapping[Any, Time], Any] = {}, 0
     for end, route in flow.routes.items():
-        value = route.first // schedule.stages
+        value, _ = flow.content(route.first)
         of = [costs.of_slice(n) if schedule.slices else costs for n in range(slices)]
         latencies = [each.message_of(flow.place(value)[0]) for each in of]
         carried[end] = times.done.get(value, {}), latencies[0] if slices == 1 else latencies

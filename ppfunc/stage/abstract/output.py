@@ -11,9 +11,9 @@ import torch
 from ..constants import with_constants, without_constants
 from ..errors import StageError, line_of, raised
 from ..layout import whole
-from ..program import Carried, Output, Received
+from ..program import TARGETED, Carried, Output, Received
 from ..signature import Signature, flatten
-from ..tree import tree_flatten, tree_map, tree_structure
+from ..tree import tree_flatten, tree_leaves, tree_map, tree_structure
 from .evaluation import DATA_DEPENDENT, NoValuesError
 from .purity import IN_PARAMS
 
@@ -25,7 +25,7 @@ class StageFunction:
     Equivalent to::
 
         def call(params, x, *extras):           # the target of a loss, then extras, then the state
-            out = fn(params, x, *extras)        # without the target; the ``frozen`` leaves detached
+            out = fn(params, x, *extras)        # without the target of a loss; the ``frozen`` leaves detached
             loss, aux = loss_fn(out.y, target)
             return (out.y, out.skips, loss + out.loss), (outputs, out.metrics, aux, out.state)
 
@@ -37,7 +37,8 @@ class StageFunction:
     Args:
         fn: the user's function.
         loss_fn: the user's loss function, for a last stage.
-        last: whether it ends the chain.
+        last: whether it ends its flow.
+        receivers: number of stages that take its output as their input; a last stage has none.
         returns_outputs: whether its output is returned to the caller.
         skips: the stages of the model that it sends skip connections to.
         frozen: numbers of the parameters that get no gradient.
@@ -49,6 +50,7 @@ class StageFunction:
     fn: Callable[..., Any]
     loss_fn: Callable[[Any, Any], Any] | None = None
     last: bool = False
+    receivers: int = 0
     returns_outputs: bool = False
     skips: tuple[int, ...] = ()
     frozen: frozenset[int] = frozenset()
@@ -58,8 +60,13 @@ class StageFunction:
 
     @property
     def targeted(self) -> bool:
-        """Tell whether its third argument is the target, for the names of arguments in errors."""
-        return self.loss_fn is not None
+        """Tell whether its third argument is the target, of its own or of the loss function."""
+        return self.loss_fn is not None or self.takes_target
+
+    @property
+    def takes_target(self) -> bool:
+        """Tell whether the user's function takes the target."""
+        return getattr(self.fn, TARGETED, False)
 
     def __call__(self, params: Any, x: Any, *extras: Any) -> tuple[Any, Any]:
         """Call the stage.
@@ -75,7 +82,8 @@ class StageFunction:
             params = treedef.unflatten(
                 leaf.detach() if n in self.frozen else leaf for n, leaf in enumerate(leaves)
             )
-        out = self.fn(params, *(x if self.carries else (x,)), *rest)
+        given = (target, *rest) if self.takes_target else rest
+        out = self.fn(params, *(x if self.carries else (x,)), *given)
         if out is None:
             raise TypeError(
                 "it returned None, expected its activation: end it with `return y`, or with `return ()` if it"
@@ -105,7 +113,12 @@ class StageFunction:
         if self.loss_fn is not None:
             main, aux = _of_loss_function(self.loss_fn, out.y, target)
             loss = whole(main) if loss is None else whole(main) + loss
-        activation = None if self.last else y
+        if not (self.last or self.receivers) and tree_leaves(y):
+            raise ValueError(
+                "no edge of the schedule leads on from it, and it returns an output that nobody takes; return"
+                " Output((), loss=...), or Output((), skips={destination: tree})"
+            )
+        activation = (y,) * self.receivers if self.receivers > 1 else y if self.receivers else None
         outputs = y if self.returns_outputs else None
         state = _in_order_of(rest[-1], out.state) if rest else out.state
         if self.weightless and loss is not None:
@@ -166,15 +179,18 @@ def _in_order_of(before: Any, state: Any) -> Any:
         return state
 
 
-def received_signature(sources: Sequence[int], parts: Sequence[Signature], carries: bool) -> Signature:
-    """Return the signature of a stage's input from ``sources``: the stage before, or the batch, first.
+def received_signature(
+    sources: Sequence[int], parts: Sequence[Signature], along: int, carries: bool
+) -> Signature:
+    """Return the signature of a stage's input from ``sources``: the batch, or stages before, first.
 
     Args:
+        along: number of the parts that are its input proper: a tuple, where there are several.
         carries: whether the last part is the carry of the stage.
     """
     trees = [part.unflatten(part.leaves) for part in parts]
-    x, *skips = trees[: len(trees) - carries]
-    given = Received(x, dict(zip(sources[1:], skips, strict=False))) if skips else x
+    x, skips = trees[0] if along == 1 else tuple(trees[:along]), trees[along : len(trees) - carries]
+    given = Received(x, dict(zip(sources[along:], skips, strict=False))) if skips else x
     leaves, treedef = tree_flatten(Carried(given, trees[-1]) if carries else given)
     return Signature(treedef, tuple(leaves))
 

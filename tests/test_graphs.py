@@ -1,0 +1,172 @@
+"""Graphs of stages: several edges, copies of a stage, values that go to a rank once."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+
+import ppfunc as pp
+from ppfunc.schedule import check, place_communication, simulate
+from ppfunc.schedule.planner.overview import _messages
+from ppfunc.stage.tree import tree_leaves
+from tests.graphs import random_graph
+from tests.models import normal, same_bits
+from tests.schedule.reference import edges_of
+from tests.storages import LiveStorages
+
+ENGINES = [pp.engines.graph, pp.engines.functional, pp.engines.eager]
+WIDTH, ROWS = 3, 2
+SEEDS = st.integers(0, 2**32)
+
+
+def node(schedule, k):
+    """A stage of the model that reads all that it gets, and sends its output and its skips."""
+    skips = {schedule.model_stages[b] for a, b in schedule.skips if schedule.model_stages[a] == k}
+    ends = {schedule.model_stages[s] for s in schedule.ends}
+    onward = {schedule.model_stages[a] for f in schedule.flows for a, _ in f.pairs} | ends
+
+    def fn(params, given):
+        x, received = given if isinstance(given, pp.Received) else (given, {})
+        x = x if isinstance(x, tuple) else (x,)
+        h = sum((n + 1) * part for n, part in enumerate(x))
+        h = h + sum((s + 1) * value.sin() for s, value in received.items() if value is not None)
+        y = torch.tanh(h @ params["w"])
+        return pp.Output(y if k in onward else (), skips={s: y * (s + 2) for s in skips} or None)
+
+    return fn
+
+
+def in_one_piece(schedule, params, x, target):
+    """The weighted loss of all microbatches, by the edges of the schedule alone."""
+    model, loss = schedule.model_stages, 0
+    for m in range(schedule.microbatches):
+        rows = slice(m * ROWS, (m + 1) * ROWS)
+        flow = next(f for f in schedule.flows if m in f.microbatches)
+        outputs = {}
+        for s in flow.stages:
+            before = [a for a in flow.stages if (a, s) in flow.pairs]
+            h = sum((n + 1) * outputs[a] for n, a in enumerate(before)) if before else x[rows]
+            for a, b in schedule.skips:
+                if b == s and a in flow.stages:
+                    h = h + (model[a] + 1) * (outputs[a] * (model[s] + 2)).sin()
+            outputs[s] = torch.tanh(h @ params[model[s]]["w"])
+        loss = loss + (outputs[flow.stages[-1]] - target[rows]).square().mean() / schedule.microbatches
+    return loss
+
+
+def problem(schedule):
+    count = len(set(schedule.model_stages))
+    params = {k: {"w": normal(WIDTH, WIDTH, seed=k)} for k in range(count)}
+    x, target = (normal(ROWS * schedule.microbatches, WIDTH, seed=n) for n in (50, 51))
+    return params, x, target
+
+
+def expected(schedule, params, x, target):
+    own = {k: {"w": p["w"].clone().requires_grad_()} for k, p in params.items()}
+    loss = in_one_piece(schedule, own, x, target)
+    grads = torch.autograd.grad(loss, [p["w"] for p in own.values()])
+    return loss.detach(), dict(zip(own, grads, strict=True))
+
+
+def stages_of(schedule):
+    return [node(schedule, k) for k in range(len(set(schedule.model_stages)))]
+
+
+def squared(y, target):
+    return (y - target).square().mean()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@given(SEEDS)
+def test_gradients_of_any_graph_are_those_of_the_model_in_one_piece(engine, seed):
+    schedule = random_graph(random.Random(seed), most=5)
+    params, x, target = problem(schedule)
+    step = pp.value_and_grad(stages_of(schedule), squared, schedule, engine=engine)
+    loss, grads = step(params, x, target)
+    wanted, by_stage = expected(schedule, params, x, target)
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-12)
+    for k, grad in by_stage.items():
+        torch.testing.assert_close(grads[k]["w"], grad, rtol=0, atol=1e-12)
+
+
+@given(SEEDS)
+def test_a_rank_is_sent_what_it_lacks_and_nothing_twice(seed):
+    schedule = place_communication(random_graph(random.Random(seed)))
+    check(schedule)
+    home, lacking = schedule.placement, set()
+    for m in range(schedule.microbatches):
+        for a, b, _ in edges_of(schedule, m):
+            lacking |= {("F", a, home[b], m), ("B", b, home[a], m)} if home[a] != home[b] else set()
+    sent = [i for program in schedule.programs for step in program for i in step if "SEND" in i.op]
+    assert len(sent) == len(lacking) == _messages(schedule)
+    assert Counter(i.op[-1] for i in sent) == Counter(kind for kind, *_ in lacking)
+
+
+@given(SEEDS)
+def test_simulated_times_are_those_of_a_slow_model(seed):
+    schedule = random_graph(random.Random(seed))
+    done = {}
+    programs = [[i for step in program for i in step] for program in schedule.programs]
+    free, at = [0] * schedule.ranks, [0] * schedule.ranks
+    while any(at[r] < len(p) for r, p in enumerate(programs)):
+        for rank, program in enumerate(programs):
+            if at[rank] == len(program):
+                continue
+            i = program[at[rank]]
+            edges = edges_of(schedule, i.microbatch)
+            needs = {
+                "F": [("F", a) for a, b, _ in edges if b == i.stage],
+                "W": [("I", i.stage)],
+            }.get(i.op, [("F", i.stage), *(("I", b) for a, b, _ in edges if a == i.stage)])
+            if all((*need, i.microbatch) in done for need in needs):
+                start = max([free[rank], *(done[*need, i.microbatch] for need in needs)])
+                free[rank] = start + (2 if i.op == "B" else 1)
+                done["I" if i.op == "B" else i.op, i.stage, i.microbatch] = free[rank]
+                at[rank] += 1
+    assert simulate(schedule).makespan == simulate(place_communication(schedule)).makespan == max(free)
+
+
+def by_process(rank, size, seeds):
+    """Of this rank, by seed: loss, gradients, predicted and measured bytes of a step."""
+    found = []
+    for seed in seeds:
+        schedule = random_graph(random.Random(seed), ranks=size)
+        params, x, target = problem(schedule)
+        params = {k: params[k] for k in schedule.model_stages_of(rank)}
+        here = [schedule.placement[s] for s in schedule.heads], [schedule.placement[s] for s in schedule.ends]
+        batch = [part if rank in ranks else None for part, ranks in zip((x, target), here, strict=True)]
+        with pp.P2P(mapped=False) as transport:
+            step = pp.value_and_grad(stages_of(schedule), squared, schedule, transport)
+            peak = step.lower(params, *batch).memory_analysis()[rank].peak
+            loss, grads = step(params, *batch)
+            given = [t for t in tree_leaves((params, batch)) if t is not None]
+            with LiveStorages(given) as counted:
+                step(params, *batch)
+            whole = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in given}
+        found.append((loss, grads, peak, sum(whole.values()) + counted.peak))
+    return found
+
+
+def same_in_processes(size, results, seeds):
+    for n, seed in enumerate(seeds):
+        schedule = random_graph(random.Random(seed), ranks=size)
+        loss, grads = pp.value_and_grad(stages_of(schedule), squared, schedule)(*problem(schedule))
+        for rank, of_rank in enumerate(results):
+            mine, theirs, predicted, measured = of_rank[n]
+            assert same_bits(mine, loss), (seed, rank)
+            assert all(same_bits(theirs[k], grads[k]) for k in schedule.model_stages_of(rank)), (seed, rank)
+            assert predicted == pytest.approx(measured, rel=0.05), (seed, rank)
+
+
+def test_two_processes_give_the_same_bits_and_the_bytes_that_are_predicted(two):
+    seeds = range(12)
+    same_in_processes(2, two(by_process, seeds), seeds)
+
+
+def test_four_processes_give_the_same_bits(four):
+    seeds = range(20, 24)
+    same_in_processes(4, four(by_process, seeds), seeds)
