@@ -131,8 +131,8 @@ def _kinds(flow: Dataflow, record: OrderRecord) -> dict[tuple[Op, int, int | Non
         sent = [flow.sent(link) for link in links]
         if not any(some is flow.schedule.numbers[stage] for some in sent):
             lack = (
-                f"no stage of rank {rank} takes {{}} by this name: its microbatch goes another way, or is the last"
-                " slice of its sequence"
+                f"no stage of rank {rank} takes {{}} by this name: its microbatch goes another way, or is the"
+                " last slice of its sequence"
             )
             needs += ((frozenset(chain.from_iterable(sent)), value, lack),)
         kinds[op, stage, peer] = needs, ((record.sends if op in SENDS else record.receives)[first],)
