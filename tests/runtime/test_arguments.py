@@ -35,7 +35,7 @@ def given(**changes):
 
 
 def read(raw, last=None, **options):
-    return read_arguments(raw, SCHEDULE, [0, 1], True, last and last.form, **options)
+    return read_arguments(raw, SCHEDULE, [0, 1], {1}, last and last.form, **options)
 
 
 # -- batches

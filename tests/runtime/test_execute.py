@@ -62,7 +62,7 @@ def compiled_for(given, schedule=None):
     """A compiled step of two stages, and the arguments as it takes them."""
     step = pp.value_and_grad([dense] * 2, squared, schedule or pp.gpipe(2, M))
     compiled = step.lower(*given).compile().step
-    return compiled, read_arguments(RawArguments(*given), compiled.lowered.schedule, [0, 1], True)
+    return compiled, read_arguments(RawArguments(*given), compiled.lowered.schedule, [0, 1], {1})
 
 
 @pytest.mark.parametrize("builder", [pp.gpipe, pp.zb_h1])

@@ -45,7 +45,7 @@ def test_lower_compile_and_execute_are_functions_on_values():
     params, inputs, targets = problem()
     step = pp.value_and_grad([dense] * 2, squared, pp.one_f_one_b(2, M))
     schedule = step.schedule
-    arguments = read_arguments(RawArguments(params, inputs, targets), schedule, [0, 1], True)
+    arguments = read_arguments(RawArguments(params, inputs, targets), schedule, [0, 1], {1})
     spec, programs = StepSpec("mine", ("loss", "grads")), StagePrograms(pp.engines.graph)
     pipeline = step.pipeline._replace(spec=spec, programs=programs)
     lowered = lower(pipeline, arguments.form, arguments.example)
