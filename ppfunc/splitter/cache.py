@@ -13,12 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from ppfunc.stage import StageError
-from ppfunc.stage.tree import register
+from ppfunc.stage._torch import without_modes
+from ppfunc.stage.constants import with_tensors, without_constants
+from ppfunc.stage.device import autocast
+from ppfunc.stage.errors import line_of
+from ppfunc.stage.layout import layout_of
+from ppfunc.stage.modules import unmodified
+from ppfunc.stage.process import process_lock
+from ppfunc.stage.signature import differentiable
+from ppfunc.stage.tree import register, tree_flatten
 
 from .call import MODEL, CallForm, LeafForm
 
 CACHES = "past_key_values", "cache_params"
 """The arguments in which models get their caches. Their results have attributes of these names."""
+
+WITHOUT_CACHE = "leave slices out, or write stages fn(params, x, carry) by hand"
+"""The mend of a cache that cannot be a carry."""
 
 
 class CacheForm(NamedTuple):
@@ -84,6 +95,77 @@ def cache_name(model: nn.Module, forms: Sequence[CallForm]) -> str:
     return names[0]
 
 
+def with_cache(model: nn.Module, name: str, cache: Any) -> dict[str, Any]:
+    """Make the arguments by which a model gets a cache and returns the next."""
+    asks = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
+    return {name: cache, **asks}
+
+
+def require_same_values(
+    model: nn.Module, form: CallForm, slices: Sequence[Tensor], name: str, device: torch.device
+) -> None:
+    """Raise where a model computes other values with its cache than without.
+
+    The model is called on the first row of the example, in evaluation: in one piece, and slice by slice. It
+    is not called where tensors of it, or the example, are on ``meta``, or parameters are DTensors.
+
+    Args:
+        model: the model, which is left unmodified.
+        form: the form of the call.
+        slices: the slices of the tokens.
+        name: the argument in which the model gets its cache.
+        device: the device of the model.
+
+    Raises:
+        StageError: the values differ, or the model cannot be called.
+    """
+    held = [*model.parameters(), *model.buffers()]
+    if any(t.is_meta or layout_of(t) is not None for t in (*held, *slices)):
+        return
+    rows = [part[:1].to(device) for part in slices]
+    modes = {module: module.training for module in model.modules()}
+
+    def called(row: Tensor, buffers: dict[str, Tensor], more: dict[str, Any]) -> tuple[list[Tensor], Any]:
+        args, kwargs = with_tensors(without_constants(form.arguments([row])), device)
+        result = torch.func.functional_call(model, buffers, args, kwargs | more)
+        leaves = tree_flatten(result, "the result of the model")[0]
+        tensors = [t for t in leaves if isinstance(t, Tensor) and differentiable(t.dtype)]
+        return [t for t in tensors if t.shape[:2] == row.shape], _cache_of(result, name)
+
+    try:
+        for module in modes:
+            module.training = False
+        with process_lock, without_modes(), unmodified(model), torch.no_grad():
+            one, several = ({n: b.clone() for n, b in model.named_buffers()} for _ in range(2))
+            whole, cache = called(torch.cat(rows, 1), one, {})[0], None
+            parts = []
+            for row in rows:
+                values, cache = called(row, several, with_cache(model, name, cache))
+                parts.append(values)
+    except Exception as error:
+        raise StageError(
+            MODEL,
+            f"it raised {type(error).__name__}{line_of(error)} when it was called on a row of the example,"
+            f" slice by slice: {str(error).rstrip('.')}",
+            "give tokens that the model takes; with tokens on meta it is not called",
+        ) from error
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    dtypes = [torch.float32, *(t.dtype for t in held if differentiable(t.dtype)), *dict(autocast()).values()]
+    most = max(torch.finfo(dtype).eps for dtype in dtypes) ** 0.5
+    for wanted, *made in zip(whole, *parts, strict=False):
+        finite = wanted.isfinite()
+        off, size = (torch.where(finite, t, 0).float().norm() for t in (torch.cat(made, 1) - wanted, wanted))
+        if not off <= most * size:
+            raise StageError(
+                MODEL,
+                f"with its {name} it computes other values than without it: slice by slice the first row of"
+                f" the example differs by {float(off / size):.2g} of its norm",
+                WITHOUT_CACHE,
+            )
+
+
 def opened(form: CacheForm | None, tensors: Sequence[Tensor]) -> Any:
     """Put a cache together from its form and its tensors.
 
@@ -101,8 +183,8 @@ def opened(form: CacheForm | None, tensors: Sequence[Tensor]) -> Any:
                     return tensors[kept]
                 case (number,):
                     return classes[number]
-                case numbers, dtype, shape:
-                    return torch.tensor(numbers, dtype=dtype).reshape(shape)
+                case numbers, dtype, device, shape:
+                    return torch.tensor(numbers, dtype=dtype, device=device).reshape(shape)
 
     return Unpickler(io.BytesIO(form.rest)).load()
 
@@ -121,8 +203,7 @@ def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[Cach
     Raises:
         StageError: the model returns no cache, or one that cannot be pickled.
     """
-    cache = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-    if cache is None:
+    if (cache := _cache_of(result, name)) is None:
         raise StageError(
             MODEL,
             f"it returned no {name}, which slices need",
@@ -141,7 +222,7 @@ def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[Cach
             if not isinstance(value, Tensor):
                 return None
             if (values := known(value)) is not None:
-                return values, value.dtype, tuple(value.shape)
+                return values, value.dtype, value.device, tuple(value.shape)
             return tensors.setdefault(id(value), (len(tensors), value))[0]
 
     rest = io.BytesIO()
@@ -156,3 +237,7 @@ def closed(result: Any, name: str, known: Callable[[Tensor], Any]) -> tuple[Cach
     kept = [tensor for _, tensor in tensors.values()]
     leaves = tuple(LeafForm(tuple(t.shape), t.dtype) for t in kept)
     return CacheForm(rest.getvalue(), tuple(classes), leaves), kept
+
+
+def _cache_of(result: Any, name: str) -> Any:
+    return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)

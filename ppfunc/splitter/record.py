@@ -10,7 +10,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import _lru_cache_wrapper, partial, wraps
+from functools import _lru_cache_wrapper, partial, reduce, wraps
+from operator import or_
 from pathlib import Path
 from types import ClassMethodDescriptorType
 from typing import Any, NamedTuple
@@ -113,7 +114,8 @@ class Recording(GraphRecorder, PreDispatchMode):
         forwards: the code of the methods ``forward`` of the modules, which some models call past all hooks.
 
     Attributes:
-        graph: ``meta`` of a node has ``value`` (a `Value`, of one tensor), ``region`` (a `Region`), ``reads``
+        graph: ``meta`` of a node has ``value`` (a `Value`, of one tensor), ``grad`` (whether gradients flow
+            through it), ``region`` (a `Region`), ``reads``
             and ``writes`` (the storages of its arguments, and of those that it writes into), ``place`` (the
             line that called it), ``flops`` (the elements that it makes, multiplications and additions), and
             ``opaque`` for a function with a backward of its own. ``stage`` is 0 until the trace is cut.
@@ -162,6 +164,29 @@ class Recording(GraphRecorder, PreDispatchMode):
     def origins(self, nodes: Iterable[Node]) -> Iterator[Node]:
         """Yield the nodes that tensors depend on."""
         return _origins([*nodes], self._writers)
+
+    def reach(self, marks: Mapping[Node, int], goes: Callable[[Node], bool]) -> Callable[[Node], int]:
+        """Follow the marks of nodes, bits, from operator to operator.
+
+        Args:
+            marks: the marks of some nodes.
+            goes: whether marks of what an operator reads are marks of its result.
+
+        Returns:
+            A function of a node: the marks of its value, with all that is written into its memory.
+        """
+        found, written = dict[Node, int](), dict[int | None, int]()
+
+        def marked(node: Node) -> int:
+            value = node.meta.get("value")
+            return found[node] | (written.get(value.storage, 0) if value else 0)
+
+        for node in self.graph.nodes:
+            read = map(marked, node.all_input_nodes if goes(node) else ())
+            found[node] = reduce(or_, read, marks.get(node, 0))
+            for memory in node.meta["writes"]:
+                written[memory] = written.get(memory, 0) | found[node]
+        return marked
 
     def numbers(self, tensor: torch.Tensor) -> Any:
         """List the integers of a tensor that the model has made of numbers in its code.
@@ -312,7 +337,7 @@ class Recording(GraphRecorder, PreDispatchMode):
 
     def _know(self, node: Node, tensor: torch.Tensor) -> Node:
         node.meta["value"] = Value(tuple(tensor.shape), tensor.stride(), tensor.dtype, storage(tensor))
-        node.meta["laid"] = is_dtensor(tensor)
+        node.meta |= {"laid": is_dtensor(tensor), "grad": tensor.requires_grad}
         self._alive += [tensor.untyped_storage()] if tensor.layout is torch.strided else []
         if is_element(node):
             self._note(node, storages([tensor]))

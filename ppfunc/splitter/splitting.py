@@ -14,7 +14,7 @@ from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage._torch import storage
 from ppfunc.stage.modules import is_subclass, require_usable
 
-from .cache import cache_name
+from .cache import cache_name, require_same_values
 from .call import CallForm, Constants, LeafForm, Tensors
 from .cut import Source
 from .trace import PIPE_SPLIT, Trace, trace
@@ -83,9 +83,11 @@ def split(
             ``seq1f1b``; the example has whole sequences. The model is called on each slice with the cache
             that it returned of the slice before, its argument ``past_key_values`` or ``cache_params``, as
             models of transformers have it; each stage carries the tensors of the cache that it makes. Tokens
-            are the only input. Steps may have other slices. The model is trusted to compute with its cache as
-            without (one whose cache keeps a window that its mask does not have, does not). By default the
-            model is not sliced.
+            are the only input. Steps may have other slices. The model is called on the first row of the
+            example, in one piece and slice by slice, and refused where values differ, as they do where a
+            cache keeps another window than the mask has; tensors on ``meta`` have none, and a model with
+            DTensors is not called: test a small one of its class. Gradients are not compared, but followed
+            through every tensor of the cache. By default the model is not sliced.
 
     Returns:
         The split, in the mode that the model is in.
@@ -93,7 +95,8 @@ def split(
     Raises:
         StageError: the model cannot be traced, or cut there: control flow or shapes that depend on values, a
             buffer that several stages write into, hooks on gradients, draws by Python or numpy; a cache that
-            the model does not return, does not read, or keeps without gradients. The message names the line.
+            the model does not return, does not read, or reads or keeps without gradients. The message names
+            the line.
         TypeError: a module is scripted or compiled, a trained parameter is of a subclass that is no DTensor,
             a model to be sliced takes no cache.
         ValueError: a name is not that of a module, an argument or a buffer, modules are not called in this
@@ -134,6 +137,8 @@ def split(
     if not isinstance(at, Sequence):
         names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), at)
     source = Source(model, names, known, [*zip(forms, inputs, traces, strict=True)], device, state, cache)
+    if cache:
+        require_same_values(model, forms[0], tensors, cache, device)
     model_tensors = Tensors.of(model)
     values = {name: t.detach() for name, t in (*model_tensors.params.items(), *model_tensors.buffers.items())}
     places = {

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from inspect import signature, unwrap
-from typing import Any, NamedTuple
+from functools import partial, reduce
+from inspect import unwrap
+from operator import or_
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from optree import PyTreeSpec
@@ -34,7 +35,7 @@ from ppfunc.stage.process import process_lock, without_foreign_draws
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_flatten
 
-from .cache import CacheForm, closed, opened
+from .cache import WITHOUT_CACHE, CacheForm, closed, opened, with_cache
 from .call import MODEL, CallForm, LeafForm, Tensors
 from .record import BY_HAND, Recording, caches_emptied, changed
 
@@ -141,19 +142,18 @@ def _trace(
         with unmodified(model), changed(recording), in_python():
             arguments = without_constants(form.arguments(input_tensors))
             named = {node.name: name for node, name in zip(input_nodes, form.names(model), strict=True)}
-            further = partial(_with_cache, model, cache, before, carries)
-            result = _call(model, tensors_by_name, arguments, recording, device, named, further)
+            result = _call(
+                model, tensors_by_name, arguments, recording, device, named,
+                lambda: with_cache(model, cache, opened(before, carries)) if cache else {},
+            )  # fmt: skip
             after, new = closed(result, cache, recording.numbers) if cache else (None, [])
         leaves, treedef = tree_flatten(result, "the result of the model")
         results = tuple(recording.node(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         kept = tuple(map(recording.node, new))
         if cache:
-            trained = {
-                recording.node(t) for t in (*fakes.values(), *input_tensors, *carries) if t.requires_grad
-            }
-            returned = (*kept, *(leaf for leaf in results if isinstance(leaf, Node)))
-            got, made = zip(carried, carries, strict=True), zip(kept, new, strict=True)
-            _require_carried(cache, got, made, returned, trained, recording)
+            trained = [nodes[name] for name, p in tensors.params.items() if p.requires_grad]
+            returned = [leaf for leaf in results if isinstance(leaf, Node)]
+            _require_carried(cache, carried, kept, returned, trained, recording)
         replaced = {
             name: recording.node(tensors_by_name[name])
             for name in tensors.buffers
@@ -178,16 +178,6 @@ def _trace(
         kept,
         after,
     )
-
-
-def _with_cache(
-    model: nn.Module, name: str, before: CacheForm | None, tensors: Sequence[Tensor]
-) -> dict[str, Any]:
-    """Make the arguments by which a model gets a cache and returns the next."""
-    if not name:
-        return {}
-    asks = {"use_cache": True} if "use_cache" in signature(model.forward).parameters else {}
-    return {name: opened(before, tensors), **asks}
 
 
 def _call(
@@ -240,35 +230,51 @@ def _call(
 
 def _require_carried(
     cache: str,
-    before: Iterable[tuple[Node, Tensor]],
-    after: Iterable[tuple[Node, Tensor]],
-    results: Iterable[Node],
-    trained: set[Node],
+    before: Sequence[Node],
+    after: Sequence[Node],
+    results: Sequence[Node],
+    trained: Iterable[Node],
     recording: Recording,
 ) -> None:
-    """Raise where a model leaves a tensor of its cache unread, or the cache holds a tensor without gradient.
+    """Raise where a model leaves a tensor of its cache unread, or reads or keeps it without its gradient.
+
+    A gradient is lost where what is computed of a tensor, by floating numbers, takes none from any result, or
+    the next value of the same tensor takes none.
 
     Args:
         cache: the name of the cache.
         before, after: the tensors of the cache that the model gets, and of the cache that it returns.
-        results: the tensors that the model returns, those of the cache among them.
-        trained: the tensors that have gradients.
+        results: the tensors that it returns beside the cache.
+        trained: the parameters that have gradients.
         recording: the recording of the model.
     """
-    read = set(recording.origins(results))
-    unread = [(t, "which it does not read in the next slice") for node, t in before if node not in read]
-    cut_off = [
-        (t, "without its gradient")
-        for node, t in after
-        if not t.requires_grad and not trained.isdisjoint(recording.origins([node]))
-    ]
-    for tensor, what in (*unread, *cut_off):
-        if differentiable(tensor.dtype):
-            raise StageError(
-                MODEL,
-                f"its {cache} holds a tensor of shape {tuple(tensor.shape)}, {what}",
-                "leave slices out, or write stages fn(params, x, carry) by hand",
-            )
+    read = set(recording.origins([*results, *after]))
+    marks = {node: 1 << n for n, node in enumerate(before, 1)} | dict.fromkeys(trained, 1)
+    uses = recording.reach(marks, lambda node: "value" not in node.meta or _is_floating(node))
+    learns = recording.reach(marks, lambda node: node.meta.get("grad", True))
+    of_results = reduce(or_, map(uses, filter(learns, results)), 0) & ~reduce(or_, map(learns, results), 0)
+    for node in before:
+        if _is_floating(node) and node not in read:
+            _refuse_cache(cache, node, "which it does not read in the next slice")
+        if of_results & marks[node]:
+            stop = next(n for n in recording.graph.nodes if uses(n) & ~learns(n) & marks[node]).meta
+            where = stop["module"].name if stop["module"] and stop["module"].name else "the model"
+            _refuse_cache(cache, node, f"which {where} reads without its gradient{stop['place']}")
+    for n, node in enumerate(after, 1):
+        if _is_floating(node) and uses(node) & ~learns(node) & (1 | 1 << n):
+            _refuse_cache(cache, node, "without its gradient")
+
+
+def _is_floating(node: Node) -> bool:
+    return differentiable(node.meta["value"].dtype)
+
+
+def _refuse_cache(cache: str, node: Node, what: str) -> NoReturn:
+    raise StageError(
+        MODEL,
+        f"its {cache} holds a tensor of shape {node.meta['value'].shape}, {what}",
+        WITHOUT_CACHE,
+    )
 
 
 def _require_no_hooks(model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc.schedule import one_f_one_b, seq1f1b, seq_zb
+from ppfunc.splitter.cache import closed, opened
 from ppfunc.stage import StageError
 
 WORDS, WIDTH, ROWS, SEQUENCES, TOKENS = 11, 8, 2, 2, 12
@@ -35,24 +37,33 @@ class Layer(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in "qkvo")
 
     def forward(self, x, kept, start):
-        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, *new = q, k, v = self.q(x), self.k(x), self.v(x)
         if self.number in kept.keys:
-            old_k, old_v = kept.keys[self.number]
+            old_k, old_v = map(self.read, kept.keys[self.number])
             k, v = torch.cat([old_k, k], 1), torch.cat([old_v, v], 1)
         window, far = int(kept.window), start + x.shape[1] - k.shape[1]
         mine = torch.arange(start, start + x.shape[1])[:, None]
         theirs = torch.arange(far, start + x.shape[1])
         seen = (theirs <= mine) & (theirs > mine - window)
         y = torch.where(seen, q @ k.mT, float("-inf")).softmax(-1) @ v
-        kept.keys[self.number] = k[:, 1 - window :], v[:, 1 - window :]
+        kept.keys[self.number] = [*map(self.window, (k[:, 1 - window :], v[:, 1 - window :]), new)]
         first = len(kept.sums) == self.number
         if first:
             kept.sums.append(torch.zeros_like(x[:, 0]))
-        sums = [torch.zeros_like(x[:, 0]) if first else kept.sums[self.number]]
+        sums = [torch.zeros_like(x[:, 0]) if first else self.begin(kept.sums[self.number])]
         for token in v[:, -x.shape[1] :].unbind(1):
             sums.append(self.decay * sums[-1] + token)
         kept.sums[self.number].copy_(self.keep(sums[-1]))  # in place, though the gradient of decay needs it
         return x + self.o(y) + torch.stack(sums[1:], 1).tanh()
+
+    def read(self, old):
+        return old
+
+    def window(self, rows, new):
+        return rows
+
+    def begin(self, sums):
+        return sums
 
     def keep(self, sums):
         return sums
@@ -233,6 +244,35 @@ class Forgetful(Causal):
             return sums.detach()
 
 
+class ReadsKeys(Causal):
+    class layer(Layer):
+        def read(self, old):
+            return old.detach()
+
+
+class ReadsSums(Causal):
+    class layer(Layer):
+        def begin(self, sums):
+            with torch.no_grad():
+                return 1 * sums
+
+
+class KeepsOld(Causal):
+    """Detaches only what it hands on: the gradient of a slice reaches the slice before it alone."""
+
+    class layer(Layer):
+        def window(self, rows, new):
+            return torch.cat([rows[:, : -new.shape[1]].detach(), new], 1)
+
+
+class Short(Causal):
+    """Keeps fewer keys than its mask lets it see."""
+
+    class layer(Layer):
+        def window(self, rows, new):
+            return rows[:, 1:]
+
+
 class Fresh(Causal):
     """Begins anew in each slice of several tokens."""
 
@@ -272,6 +312,34 @@ class NoCache(Causal):
             StageError,
             r"its cache_params holds a tensor of shape \(2, 8\), without its gradient",
         ),
+        (
+            ReadsKeys,
+            {},
+            StageError,
+            r"its cache_params holds a tensor of shape \(2, 3, 8\), which layers.0 reads without its gradient"
+            r", called at .*test_slices.py:\d+\. Instead: leave slices out",
+        ),
+        (
+            ReadsSums,
+            {},
+            StageError,
+            r"holds a tensor of shape \(2, 8\), which layers.0 reads without its gradient",
+        ),
+        (KeepsOld, {"slices": 6}, StageError, r"holds a tensor of shape \(2, 3, 8\), without its gradient"),
+        (
+            Short,
+            {},
+            StageError,
+            "with its cache_params it computes other values than without it: slice by slice the first row of"
+            r" the example differs by 0\.\d+ of its norm",
+        ),
+        (
+            Causal,
+            {"ids": 99},
+            StageError,
+            "it raised IndexError at .* when it was called on a row of the example, slice by slice: .*Instead"
+            ": give tokens that the model takes; with tokens on meta it is not called",
+        ),
         (Fresh, {}, StageError, r"cache_params holds a tensor .*, which it does not read in the next slice"),
         (Kept, {}, StageError, "its cache_params, a Cache, could not be taken apart: .*lambda"),
         (Causal, {"mask": 1}, ValueError, "args: got the tensors ids, mask, expected the tokens alone"),
@@ -285,8 +353,72 @@ def test_what_cannot_be_sliced_is_refused_by_name(kind, kwargs, error, match):
     ids, _ = batch()
     args = {"ids": ids[:ROWS]} | ({"mask": torch.ones(ROWS, TOKENS)} if "mask" in kwargs else {})
     args |= {"use_cache": False} if "use_cache" in kwargs else {}
+    args["ids"] = args["ids"] + kwargs.get("ids", 0)
     with pytest.raises(error, match=match):
         pp.split(kind(), args, at=2, slices=kwargs.get("slices", 2))
+
+
+class Detaching(Causal):
+    """Detaches activations, as it does in one piece too; draws, and counts its calls in training."""
+
+    class layer(Layer):
+        def forward(self, x, kept, start):
+            y = super().forward(x, kept, start)
+            return y + 0.1 * self.dropout(y.detach().tanh())
+
+        def __init__(self, number):
+            super().__init__(number)
+            self.dropout = nn.Dropout(0.5)
+
+    def __init__(self):
+        super().__init__()
+        self.probe = nn.Linear(WIDTH, 1, dtype=torch.float64)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, ids, cache_params=None, use_cache=False):
+        if self.training:
+            self.calls.add_(1)
+        output = super().forward(ids, cache_params, use_cache=use_cache)
+        probed = self.probe(output["logits"].detach()[..., :WIDTH])
+        return output | {"logits": output["logits"] + probed.cos(), "probed": probed}
+
+
+def test_other_detached_values_are_those_of_the_model():
+    require_the_gradients_of(Detaching().eval(), 3, 2)
+
+
+def test_a_model_is_left_as_it_was_by_calls_of_its_slices():
+    model, drawn = Detaching(), torch.get_rng_state()
+    model.layers[1].eval()
+    pp.split(model, batch()[0], at=2, slices=3)
+    modes = [m.training for m in model.modules() if m not in {*model.layers[1].modules()}]
+    assert all(modes) and not any(m.training for m in model.layers[1].modules())
+    assert int(model.calls) == 0 and torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_a_model_without_values_is_trusted():
+    """No values are compared, gradients are followed all the same."""
+    ids = batch()[0].to("meta")
+    pp.split(Short(), ids, at=2, slices=2)
+    pp.split(Short().to("meta"), ids, at=2, slices=2)
+    with pytest.raises(StageError, match="which layers.0 reads without its gradient"):
+        pp.split(ReadsKeys().to("meta"), ids, at=2, slices=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_values_are_compared_as_exactly_as_their_dtype_is(dtype):
+    pp.split(Causal().to(dtype), batch()[0], at=2, slices=3)
+    with pytest.raises(StageError, match="with its cache_params it computes other values"):
+        pp.split(Short().to(dtype), batch()[0][:ROWS], at=2, slices=6)
+
+
+def test_integers_of_a_cache_are_made_where_they_were():
+    kept = {"here": torch.tensor([2, 3]), "there": torch.tensor(4, device="meta"), "kept": torch.ones(1)}
+    numbers = {id(kept["here"]): [2, 3], id(kept["there"]): [4]}
+    form, tensors = closed({"cache": kept}, "cache", lambda t: numbers.get(id(t)))
+    made = opened(form, tensors)
+    assert torch.equal(made["here"], kept["here"]) and made["there"].device.type == "meta"
+    assert [*tensors] == [made["kept"]]
 
 
 def test_slices_belong_to_schedules_of_slices():
@@ -333,6 +465,16 @@ def test_models_of_transformers_as_they_ship(name, slices, at, engine, monkeypat
         torch.Tensor, "float", torch.Tensor.double
     )  # parts of them compute in single precision
     require_the_gradients_of(shipped(name), slices, at, ENGINES[engine], words=37)
+
+
+def test_a_model_of_transformers_with_another_window_in_its_cache_is_refused():
+    transformers = pytest.importorskip("transformers")
+    for window in (4, TOKENS):
+        config = transformers.MoshiConfig(**SMALL | {"sliding_window": window, "ffn_dim": 48})
+        model = transformers.MoshiForCausalLM(config)
+        refused = pytest.raises(StageError, match="with its past_key_values it computes other values")
+        with refused if window == 4 else nullcontext():
+            pp.split(model, batch()[0], at=2, slices=2)
 
 
 def test_a_model_of_transformers_that_begins_anew_is_refused():
