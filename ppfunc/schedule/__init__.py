@@ -1,6 +1,6 @@
 r"""Schedules: instructions, builders, lowering passes, proof, simulation, formats.
 
->>> from ppfunc.schedule import Costs, check, one_f_one_b, simulate, to_csv, to_grid
+>>> from ppfunc.schedule import *
 >>> schedule = one_f_one_b(ranks=2, microbatches=3)
 >>> print(schedule)
 0F0 0F1 0B0 0F2 0B1 0B2
@@ -14,6 +14,32 @@ rank 1   .  1F0 1B0 1F1 1B1 1F2 1B2  .
 12
 >>> to_csv(schedule)
 '0F0,0F1,0B0,0F2,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n'
+
+A schedule says which way microbatches go:
+
+flow
+    A set of microbatches and the stages that they go through, each after the stages that it needs. A flow is
+    a chain, or has edges of its own: ``(a, b)`` where the output of ``a`` is the input of ``b``. An output
+    may go to several stages, whose gradients add up; an input from several is a tuple. A stage to which no
+    edge leads takes the batch, the last has the loss function. Skip connections carry other values beside
+    the edges, and what leads back goes to the next slice of a sequence.
+replicas
+    Stages with the same parameters: copies of one stage of the model. Flows that share other stages deal
+    their microbatches out to the copies; as chains side by side they are DualPipe.
+message
+    A value on its way to a rank: it goes there once, whatever the number of stages that take it, under the
+    name of the first of them.
+
+Text has ``0SEND_F3`` for a message along the only edge from stage 0, and ``0SEND_F3>2``, with the stage at
+its other end, where there are several, or for a skip connection. CSV has no more than that, so that graphs
+are refused there; JSON has all.
+
+>>> diamond = Flow(stages=(0, 1, 2, 3), microbatches=range(1), edges=((0, 1), (0, 2), (1, 3), (2, 3)))
+>>> program = [F(0, 0), F(1, 0), B(1, 0), B(0, 0)], [F(2, 0), F(3, 0), B(3, 0), B(2, 0)]
+>>> graph = Schedule("graph", (0, 0, 1, 1), (diamond,), tuple(tuple((i,) for i in rank) for rank in program))
+>>> print(place_communication(graph))
+0F0 0SEND_F0>2+1F0 1SEND_F0+1RECV_B0+1B0 0RECV_B0>2+0B0
+2RECV_F0+2F0 3RECV_F0>1+3F0 3B0 3SEND_B0>1+2B0 2SEND_B0
 """
 
 from typing import TYPE_CHECKING
