@@ -75,3 +75,33 @@ def dealt_flows(rng, stages):
         flows.append(flow_of((*before, *order), among, edges))
     skips += tuple((copy, into) for copy in range(copies))
     return tuple(flows), skips, (tuple(range(copies)),) if copies > 1 else ()
+
+
+DIAMOND = (0, 1), (0, 2), (1, 3), (2, 3)
+
+
+def in_order(home, flows, skips=(), replicas=(), slices=0):
+    """Every microbatch goes all the way before the next begins."""
+    programs = [[] for _ in range(max(home) + 1)]
+    for flow in flows:
+        for m in flow.microbatches:
+            for i in (*(F(s, m) for s in flow.stages), *(B(s, m) for s in reversed(flow.stages))):
+                programs[home[i.stage]].append((i,))
+    return Schedule("by hand", home, flows, tuple(map(tuple, programs)), skips, slices, replicas)
+
+
+def diamond(**changed):
+    return in_order((0, 0, 1, 1), (Flow((0, 1, 2, 3), range(2), DIAMOND)._replace(**changed),))
+
+
+# Copies 2 and 3 of an encoder before stages 0 and 1, and microbatches without.
+DEALT = in_order(
+    (0, 1, 0, 1),
+    (
+        Flow((2, 0, 1), (0, 3), ((0, 1),)),
+        Flow((3, 0, 1), range(1, 2), ((0, 1),)),
+        Flow((0, 1), range(2, 3)),
+    ),
+    skips=((2, 0), (3, 0)),
+    replicas=((2, 3),),
+)

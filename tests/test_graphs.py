@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, strategies as st
 
 import ppfunc as pp
-from ppfunc.schedule import check, place_communication, simulate
+from ppfunc.schedule import Flow, check, place_communication, simulate
 from ppfunc.schedule.planner.overview import _messages
 from ppfunc.stage.tree import tree_leaves
-from tests.graphs import random_graph
+from tests.graphs import DEALT, DIAMOND, in_order, random_graph
 from tests.models import normal, same_bits
 from tests.schedule.reference import edges_of
 from tests.storages import LiveStorages
@@ -170,3 +170,47 @@ def test_two_processes_give_the_same_bits_and_the_bytes_that_are_predicted(two):
 def test_four_processes_give_the_same_bits(four):
     seeds = range(20, 24)
     same_in_processes(4, four(by_process, seeds), seeds)
+
+
+def steps_in_one_piece(schedule, params, batches, rate, clip):
+    """The parameters after steps of plain SGD by a clipped gradient."""
+    for x, target in batches:
+        _, grads = expected(schedule, params, x, target)
+        norm = torch.stack([g.norm() for g in grads.values()]).norm()
+        factor = rate * min(1.0, clip / (float(norm) + 1e-6))  # as torch clips
+        params = {k: {"w": p["w"] - factor * grads[k]} for k, p in params.items()}
+    return params
+
+
+def trained(rank, size):
+    """The parameters of this rank after three steps, and what a checkpoint of them holds."""
+    params, _, _ = problem(DEALT)
+    batches = [(normal(8, WIDTH, seed=n), normal(8, WIDTH, seed=90 + n)) for n in range(3)]
+    optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(0.05), pp.optim.sgd(0.1))
+    transport = pp.P2P() if size > 1 else None
+    with pp.Trainer(stages_of(DEALT), squared, DEALT, optimizer, transport) as trainer:
+        here = range(3) if size == 1 else DEALT.model_stages_of(rank)
+        state = trainer.init({k: params[k] for k in here})
+        for x, target in batches:
+            state, metrics = trainer.step(state, x, target if rank == size - 1 else None)
+        return {k: tree["w"] for k, tree in state.params.items()}
+
+
+def test_copies_of_a_stage_train_as_one(two):
+    params, _, _ = problem(DEALT)
+    batches = [(normal(8, WIDTH, seed=n), normal(8, WIDTH, seed=90 + n)) for n in range(3)]
+    wanted = steps_in_one_piece(DEALT, params, batches, 0.1, 0.05)
+    alone = trained(0, 1)
+    for k, w in alone.items():
+        torch.testing.assert_close(w, wanted[k]["w"], rtol=0, atol=1e-12)
+    for by_rank in two(trained):
+        assert all(same_bits(w, alone[k]) for k, w in by_rank.items())
+
+
+def test_an_output_of_two_receivers_on_a_rank_travels_once():
+    schedule = in_order((0, 1, 1, 0), (Flow((0, 1, 2, 3), range(1), DIAMOND),))
+    step = pp.value_and_grad(stages_of(schedule), squared, schedule)
+    program = step.lower(*problem(schedule)).as_text()
+    number = ROWS * WIDTH * 8
+    assert f"0SEND_F0>1({number} B)" in program and f"1RECV_F0({number} B)" in program
+    assert f"1SEND_B0({number} B)" in program and f"2SEND_B0({number} B)" in program

@@ -301,7 +301,7 @@ def _check_tail(schedule: Schedule) -> None:
             Op.STEP in present
             and len(group) > 1
             and not summed
-            and not (len(schedule.replicas) == 1 and Op.REDUCE_GRAD in present)
+            and not (len({*schedule.model_stages}) == 1 and Op.REDUCE_GRAD in present)
         ):
             reason = (
                 f"stages {group} are replicas, but their gradients are never summed: expected REDUCE_TIED"
