@@ -192,7 +192,7 @@ def trained(rank, size):
         here = range(3) if size == 1 else DEALT.model_stages_of(rank)
         state = trainer.init({k: params[k] for k in here})
         for x, target in batches:
-            state, metrics = trainer.step(state, x, target if rank == size - 1 else None)
+            state, _ = trainer.step(state, x, target if rank == size - 1 else None)
         return {k: tree["w"] for k, tree in state.params.items()}
 
 
