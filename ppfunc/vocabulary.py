@@ -83,13 +83,15 @@ def vocabulary_cross_entropy(
     require_number("z_loss", z_loss)
     require_one_of("reduction", reduction, ("mean", "sum"))
 
-    def statistics(logits: Tensor, target: Any, start: int, vocabulary: int) -> tuple[Tensor, ...]:
+    def statistics(logits: Tensor, target: Any, start: int, vocabulary: int) -> tuple[Tensor, Tensor]:
         labels, _ = _labels_and_weights(target, logits.shape[:-1])
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # A constant: no sum of exponentials times exp(largest) depends on it.
-        largest = logits.detach().amax(-1).clamp(min=torch.finfo(logits.dtype).min)
+        # The bounds give zeros, not NaN, to a part whose logits are all minus infinity.
+        bounds = torch.finfo(logits.dtype)
+        largest = logits.detach().amax(-1).clamp(min=bounds.min)  # a constant, on which no sum below depends
         shifted = logits - largest.unsqueeze(-1)
-        total = shifted.exp().sum(-1)  # whose backward keeps the exponentials, and nothing else as wide does
+        # Its backward keeps the exponentials; nothing else that is kept is as wide.
+        normaliser = shifted.exp().sum(-1).clamp(min=bounds.tiny).log() + largest
         own = labels - start
         held = (own >= 0) & (own < logits.shape[-1])
         at = torch.arange(own.numel(), device=own.device), own.clamp(0, logits.shape[-1] - 1).flatten()
@@ -98,20 +100,18 @@ def vocabulary_cross_entropy(
         if label_smoothing:
             wanted = wanted + logits.sum(-1) * (label_smoothing / vocabulary)
         known = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
-        return largest, total, torch.where(known, wanted, torch.nan)
+        return normaliser, torch.where(known, wanted, torch.nan)
 
     def join(parts: tuple[Any, ...], target: Any) -> Tensor:
-        largest, totals, wanted = (torch.stack(each) for each in zip(*parts, strict=True))
-        largest = largest.detach()
-        most = largest.amax(0)
-        normaliser = ((largest - most).exp() * totals).sum(0).log() + most
+        normalisers, wanted = (torch.stack(each) for each in zip(*parts, strict=True))
+        normaliser = normalisers.logsumexp(0)
         labels, weights = _labels_and_weights(target, normaliser.shape)
         losses = normaliser - wanted.sum(0)
         if z_loss:
             losses = losses + z_loss * normaliser.square()
         counts = labels != ignore_index
         weights = counts.to(losses.dtype) if weights is None else torch.where(counts, weights, 0.0)
-        total = (torch.where(counts, losses, 0.0) * weights).sum()
+        total = (losses * weights).sum()
         return total / weights.sum() if reduction == "mean" else total
 
     return VocabularyLoss(statistics, join)

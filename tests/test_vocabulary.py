@@ -111,6 +111,8 @@ def test_loss_and_derivatives_are_those_of_the_whole_layer(parts, name, weighted
 @pytest.mark.parametrize("parts", SIZES)
 def test_cut_and_join_are_inverse_and_join_gives_gradients(parts):
     model = pp.vocabulary_parallel(STAGES, SIZES[parts], tied={"wte": [(0, "wte.weight"), (2, "weight")]})
+    other = {"other": ((0, "wte.weight"), (1, "up"))}
+    assert pp.vocabulary_parallel(STAGES, SIZES[parts], tied=other).tied == other
     params, (ids, labels) = params_of(tied=True), batch()
     cut = model.cut(params)
     near(model.join(cut), params, 0)
@@ -298,6 +300,14 @@ def test_what_is_more_than_an_output_layer_is_refused(words):
     split = split_of(Otherwise(NOT_AN_OUTPUT_LAYER[words]))
     with pytest.raises(pp.StageError, match=words):
         pp.vocabulary_parallel(split, 2)
+
+
+def test_a_layer_that_draws_is_refused():
+    model = LanguageModel(tie=False)
+    model.lm_head = nn.Sequential(nn.Dropout(0.5), nn.Linear(D, V))
+    with pytest.raises(pp.StageError, match="dropout"):
+        pp.vocabulary_parallel(split_of(model), 2)
+    assert len(pp.vocabulary_parallel(split_of(model.eval()), 2).stages) == 5
 
 
 def test_a_split_that_is_cut_elsewhere_is_refused():
