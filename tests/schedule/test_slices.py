@@ -164,7 +164,7 @@ def test_chains_that_part_a_sequence_are_refused():
     from ppfunc.schedule import dualpipe
 
     with pytest.raises(
-        ScheduleError, match="chain 0 has microbatches 0 to 4, expected whole sequences of 2 slices"
+        ScheduleError, match="flow 0 has microbatches 0 to 4, expected whole sequences of 2 slices"
     ):
         check(replace(dualpipe(2, 10), slices=2))
 
