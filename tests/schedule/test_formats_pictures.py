@@ -42,6 +42,7 @@ from ppfunc.schedule.formats.trace import _microseconds
 from ppfunc.schedule.instruction import COMPUTE, Op, parts_of
 from ppfunc.schedule.proof.certificate import check
 from ppfunc.schedule.proof.timeline import simulate, timeline_of
+from tests.graphs import DEALT
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULES = [build(4, 8) for build in BUILDERS.values()]
@@ -555,3 +556,12 @@ def test_svg_shows_collectives_and_optimizer_steps_that_take_time():
     assert {"gather of parameters", "sum over data ranks", "optimizer step"} <= set(texts)
     heights = {bar.get("class"): float(bar.get("height")) for bar in bars(root)}
     assert heights["UNSHARD"] == heights["REDUCE_GRAD"] < heights["STEP"] == heights["F"]
+
+
+def test_edges_of_microbatches_are_drawn_on_request():
+    plain, drawn = to_svg(DEALT), to_svg(DEALT, edges=[1])
+    assert "edge" not in plain
+    # Microbatch 1 goes through a copy of the encoder and two stages, and back.
+    assert drawn.count('<line class="edge"') == 4
+    with pytest.raises(ValueError, match="edges"):
+        to_svg(DEALT, edges=[4])

@@ -14,6 +14,8 @@ from numbers import Real
 from textwrap import fill
 from typing import NamedTuple
 
+from ppfunc._checks import require_index
+
 from ..errors import require_schedule
 from ..instruction import COMPUTE, KINDS, Kind, Op, Unit, parts_of
 from ..proof.timeline import Timeline, simulate
@@ -42,6 +44,8 @@ _DARK = f"""
 .track {{ fill: #232a35 }} .level {{ fill: #566277 }}
 {_colours(lambda kind: kind.dark)}
 .n.pale {{ fill: #f2f4f8 }}"""
+
+_EDGE, _EDGE_DARK = "\n.edge { stroke: #1c2330; stroke-width: 1.2 }", "\n.edge { stroke: #e8ebf1 }"
 
 
 class _Scale(NamedTuple):
@@ -72,6 +76,7 @@ def to_svg(
     timeline: Timeline | None = None,
     *,
     width: float | None = None,
+    edges: Iterable[int] = (),
 ) -> str:
     """Return the picture of ``schedule`` as the text of an SVG file.
 
@@ -82,9 +87,12 @@ def to_svg(
             :func:`~ppfunc.schedule.proof.timeline.timeline_of`); by default simulated with the default costs.
         width: width of the picture, in pixels from 960 to 100000; by default such that most bars have room
             for their number, at most 1600.
+        edges: the microbatches whose edges are drawn, forward and back, as lines from the instruction that
+            makes a value to the instructions that take it; none by default.
 
     Raises:
-        TypeError, ValueError: a width out of range, or a timeline of another schedule.
+        TypeError, ValueError: a width out of range, a timeline of another schedule, or a microbatch that does
+            not exist.
     """
     schedule, timeline = with_timeline(schedule, timeline)
     require_schedule(schedule)
@@ -115,8 +123,10 @@ def to_svg(
             *_bars(schedule, scale, rank, row, numbered),
             *_whole_bars(scale, rank, whole[rank]),
         ]
+    drawn = [*_edges(schedule, scale, rows, edges)]
     size = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
-    return page(heading, _spoken(timeline, facts), *size, _STYLE, _DARK, elements)
+    style, dark = (_STYLE + _EDGE, _DARK + _EDGE_DARK) if drawn else (_STYLE, _DARK)
+    return page(heading, _spoken(timeline, facts), *size, style, dark, elements + drawn)
 
 
 def _across(schedule: Schedule, rows: list[list[Bar]], makespan: float) -> float:
@@ -258,6 +268,27 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered
                 yield text(
                     kind, scale.x(start) + width / 2, y + height / 2 + 4, schedule.numbered(part.microbatch)
                 )
+
+
+def _edges(
+    schedule: Schedule, scale: _Scale, rows: list[list[Bar]], microbatches: Iterable[int]
+) -> Iterator[str]:
+    """Draw a line from each instruction that makes a value of a microbatch to those that take it."""
+    bars = {
+        (part.op is Op.F, part.stage, part.microbatch): (scale.y(rank) + scale.row / 2, bar)
+        for rank, row in enumerate(rows)
+        for bar in row
+        for part in parts_of(bar.instruction)
+        if part.op in (Op.F, Op.B, Op.I)
+    }
+    for m in microbatches:
+        require_index("edges", m, schedule.microbatches)
+        for a, b in schedule.edges:
+            later = m + schedule.shift(a, b)
+            for giver, taker in (((True, a, m), (True, b, later)), ((False, b, m), (False, a, m))):
+                if giver in bars and taker in bars:
+                    (y, made), (to, used) = bars[giver], bars[taker]
+                    yield line(scale.x(made.end), y, scale.x(used.start), to, "edge")
 
 
 def _whole_bars(scale: _Scale, rank: int, row: list[Bar]) -> Iterator[str]:
