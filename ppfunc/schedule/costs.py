@@ -215,7 +215,7 @@ class Costs:
         """
         require_schedule(schedule)
         self.fitting(slices=schedule.slices)
-        slices = max(schedule.slices, 1) if not self.slices else 1
+        slices = schedule.per_sequence if not self.slices else 1
         of_slices = tuple(costs._shared(schedule, 1) for costs in self.slices)
         return replace(self._shared(schedule, slices), slices=of_slices)
 

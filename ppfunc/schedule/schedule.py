@@ -116,9 +116,14 @@ class Schedule:
         return len(self.placement)
 
     @property
+    def per_sequence(self) -> int:
+        """Count the microbatches of a sequence, 1 where they are no slices."""
+        return max(self.slices, 1)
+
+    @property
     def sequences(self) -> int:
         """Count the sequences over all flows: the microbatches, where they are no slices."""
-        return self.microbatches // max(self.slices, 1)
+        return self.microbatches // self.per_sequence
 
     @cached_property
     def microbatches(self) -> int:

@@ -236,7 +236,7 @@ def costs_of(step: LoweredStep, programs: Mapping[Key, StageProgram], of_slice: 
     Args:
         of_slice: number of the slice of a sequence whose bytes they are.
     """
-    k, every = max(step.schedule.slices, 1), sorted(step.stages.items(), reverse=True)
+    k, every = step.schedule.per_sequence, sorted(step.stages.items(), reverse=True)
     lows = {low.model_stage: (key, low) for key, low in every if key[1] % k == of_slice}
     sizes: dict[str, dict[int, float]] = {
         "bytes": {

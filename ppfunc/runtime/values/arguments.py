@@ -884,7 +884,7 @@ def read_arguments(
     if schedule.slices and with_targets and weights is None:
         _warn_of_tokens(raw.inputs, schedule)
     left_out, weightless = (
-        (frozenset[int](),) * 2 if abstract or mixed else _zeros(weights, max(schedule.slices, 1))
+        (frozenset[int](),) * 2 if abstract or mixed else _zeros(weights, schedule.per_sequence)
     )
     if last is not None and reader.as_known and last.weightless == weightless:
         form = last

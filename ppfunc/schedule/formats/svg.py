@@ -249,7 +249,7 @@ def _margins(scale: _Scale, timeline: Timeline, rank: int) -> Iterator[str]:
 
 def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered: Set[Op]) -> Iterator[str]:
     order = {stage: n for n, stage in enumerate(schedule.stages_of(rank))}
-    slices, least = max(schedule.slices, 1), _least(schedule)
+    slices, least = schedule.per_sequence, _least(schedule)
     for bar in row:
         instruction, start, end = bar
         parts, width = parts_of(instruction), scale.bar_width(bar)
