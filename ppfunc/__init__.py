@@ -84,6 +84,7 @@ if TYPE_CHECKING:
         Costs as Costs,
         Schedule as Schedule,
         ScheduleError as ScheduleError,
+        arrange as arrange,
         check as check,
         chimera as chimera,
         data_parallel as data_parallel,
@@ -102,8 +103,10 @@ if TYPE_CHECKING:
         seq1f1b as seq1f1b,
         seq_zb as seq_zb,
         simulate as simulate,
+        spread as spread,
         v_half as v_half,
         v_min as v_min,
+        with_parts as with_parts,
         with_skips as with_skips,
         zb_h1 as zb_h1,
         zb_h2 as zb_h2,
@@ -156,11 +159,10 @@ else:
                 " interleaved microbatch replicated two_streams"
             ),
             "schedule": (
-                "Costs Schedule ScheduleError check chimera data_parallel decode deepspeed_inference"
+                "Costs Schedule ScheduleError arrange check chimera data_parallel decode deepspeed_inference"
                 " deepspeed_train dualpipe dualpipev gpipe inference interleaved_1f1b interleaved_zb"
-                " looped_bfs one_f_one_b plan seq1f1b seq_zb simulate v_half v_min with_skips zb_h1 zb_h2 zbv"
-                " zbv_greedy"
-                " zero_bubble"
+                " looped_bfs one_f_one_b plan seq1f1b seq_zb simulate spread v_half v_min with_parts"
+                " with_skips zb_h1 zb_h2 zbv zbv_greedy zero_bubble"
             ),
             "splitter": "Split materialize split",
             "stage": "StageError collectives engines stage_from_module stages_from_layers",

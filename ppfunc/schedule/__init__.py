@@ -112,6 +112,7 @@ if TYPE_CHECKING:
         with_skips as with_skips,
     )
     from .passes.running import allocate_slots as allocate_slots
+    from .planner.graph import arrange as arrange, spread as spread, with_parts as with_parts
     from .planner.overview import compare_schedules as compare_schedules, to_scatter as to_scatter
     from .planner.plan import Plan as Plan, plan as plan
     from .planner.problem import lower_bound as lower_bound
@@ -147,6 +148,7 @@ else:
                 " remove_unshards split_backward with_skips"
             ),
             "passes.running": "allocate_slots",
+            "planner.graph": "arrange spread with_parts",
             "planner.problem": "lower_bound",
             "planner.overview": "compare_schedules to_scatter",
             "planner.plan": "Plan plan",
