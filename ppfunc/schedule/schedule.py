@@ -43,7 +43,7 @@ class Flow(NamedTuple):
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """List the edges, those of a chain too."""
+        """List the edges of a graph or of a chain."""
         return tuple(pairwise(self.stages)) if self.edges is None else self.edges
 
 
@@ -324,7 +324,7 @@ class Schedule:
 
 
 def _only(pairs: Iterable[tuple[int, int]]) -> dict[int, int | None]:
-    """Map the first of each pair to the second, and to None where there are several."""
+    """Map the first of each pair to the second. Where there are several: None."""
     found: dict[int, int | None] = {}
     for a, b in pairs:
         found[a] = None if a in found else b

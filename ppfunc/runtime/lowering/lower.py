@@ -189,7 +189,7 @@ class Pipeline(NamedTuple):
 
     @property
     def targeted(self) -> frozenset[int] | None:
-        """Return the stages of the model that take targets; None without a loss function."""
+        """Return the numbers of model stages that take targets. Without a loss function: None."""
         if self.loss_fn is None:
             return None
         ends = {self.schedule.model_stages[stage] for stage in self.schedule.ends}
@@ -356,7 +356,7 @@ class LoweredStep(NamedTuple):
         return shared_leaves(self.schedule, self.ranks, self.form.params, self.spec.tied)
 
     def parts_of(self, message: Instruction, flow: Dataflow) -> list[MessagePart]:
-        """List the parts of the message of a SEND or RECV of this process, one for each edge.
+        """List the parts of the message of a SEND or RECV of this process, a part for each edge.
 
         Args:
             flow: dataflow of the schedule.

@@ -273,7 +273,7 @@ def _bars(schedule: Schedule, scale: _Scale, rank: int, row: list[Bar], numbered
 def _edges(
     schedule: Schedule, scale: _Scale, rows: list[list[Bar]], microbatches: Iterable[int]
 ) -> Iterator[str]:
-    """Draw a line from each instruction that makes a value of a microbatch to those that take it."""
+    """Draw lines for the values of microbatches, from the bar that makes a value to the bars that take it."""
     bars = {
         (part.op is Op.F, part.stage, part.microbatch): (scale.y(rank) + scale.row / 2, bar)
         for rank, row in enumerate(rows)
