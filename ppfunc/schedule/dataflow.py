@@ -149,7 +149,7 @@ class Dataflow:
         return not shift and (here is self.schedule.numbers[origin] or all(m in there for m in here))
 
     def sent(self, link: Link) -> Sequence[int]:
-        """List the microbatches of a link whose message is sent: a stage of the other rank takes its value."""
+        """List the microbatches of a link that have a message: a stage of the other rank takes the value."""
         if any(self.always(link.source, *target) for target in link.targets):
             return link.microbatches
         return [m for m in link.microbatches if any(self.takes(m, *target) for target in link.targets)]
