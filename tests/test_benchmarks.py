@@ -136,3 +136,12 @@ def test_all_others_are_imported_and_need_no_words(fresh):
     names.remove("timing")
     assert len(names) > 5  # those that split need transformers
     fresh(1)(import_all, names)
+
+
+def test_an_output_layer_in_parts(fresh, store_port):
+    sizes = "--vocabulary", "64", "--width", "16", "--blocks", "2", "--tokens", "8", "--rounds", "1"
+    printed, other = fresh(2)(run_script, store_port, FOLDER / "vocabulary.py", *sizes)
+    assert re.search(r"^step: parts \S+ ms, layers \S+ ms, ratio", printed, re.MULTILINE)
+    for text in (printed, other):
+        found = re.findall(r"^rank \d: (\S+) peak .*, loss off by (\S+)$", text, re.MULTILINE)
+        assert [name for name, _ in found] == ["layers", "parts"] and float(found[1][1]) < 1e-5
