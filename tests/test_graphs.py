@@ -93,6 +93,24 @@ def test_gradients_of_any_graph_are_those_of_the_model_in_one_piece(engine, seed
         torch.testing.assert_close(grads[k]["w"], grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pp.spread(pp.one_f_one_b(2, 4), microbatches=[0, 3]),
+        pp.with_parts(pp.zbv(2, 3)),
+        pp.with_parts(pp.spread(pp.zb_h1(2, 3), into=1)),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_an_encoder_in_the_bubbles_and_an_output_layer_in_parts_are_exact(schedule):
+    params, x, target = problem(schedule)
+    loss, grads = pp.value_and_grad(stages_of(schedule), squared, schedule)(params, x, target)
+    wanted, by_stage = expected(schedule, params, x, target)
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-12)
+    for k, grad in by_stage.items():
+        torch.testing.assert_close(grads[k]["w"], grad, rtol=0, atol=1e-12)
+
+
 @given(SEEDS)
 def test_a_rank_is_sent_what_it_lacks_and_nothing_twice(seed):
     schedule = place_communication(random_graph(random.Random(seed)))

@@ -1,5 +1,6 @@
 """Graphs of stages in order on their ranks: any flows, encoders in bubbles, output layers in parts."""
 
+import random
 from itertools import chain, pairwise, product
 
 import pytest
@@ -26,6 +27,7 @@ from ppfunc.schedule import (
     zb_h1,
     zbv,
 )
+from tests.graphs import random_graph
 
 BACKWARDS = (Op.B, Op.I)
 
@@ -132,6 +134,30 @@ def test_a_chain_is_1f1b(ranks, microbatches):
     """The block of a chain is known: with no bubble in its steady state, and the least memory for that."""
     made = arrange([*range(ranks)], [Flow(tuple(range(ranks)), range(microbatches))])
     assert made.programs == one_f_one_b(ranks, microbatches).programs
+
+
+@given(st.integers(0, 2**32), st.sampled_from([None, 0, 2]), st.booleans())
+def test_any_flows_are_put_in_order(seed, more, apart):
+    """Several graphs that share stages; and with an encoder and an output layer in parts beside."""
+    drawn = random_graph(random.Random(seed))
+    graph = {"skips": drawn.skips, "replicas": drawn.replicas, "apart": apart}
+    free = arrange(drawn.placement, drawn.flows, **graph)
+    proved(free)
+    need = [
+        max(sum(free.placement[s] == rank for s in flow.stages) for flow in free.flows)
+        for rank in range(free.ranks)
+    ]
+    cap = [most + (more or 0) for most in need]
+    tight = arrange(drawn.placement, drawn.flows, cap=cap, **graph)
+    proved(tight)
+    costs = Costs(weight_share=1)
+    assert all(a <= b for a, b in zip(simulate(tight, costs).peak_activations, cap, strict=True))
+    bases = [drawn] if drawn.ops <= {Op.F, Op.B, Op.I, Op.W} and not drawn.slices else []
+    for base in (*bases, free, tight):
+        if all({0} <= {base.model_stages[s] for s in flow.stages} for flow in base.flows):
+            proved(spread(base, lead=more or 0))
+        if len(base.ends) == 1:
+            proved(with_parts(base, lead=more or 0))
 
 
 def test_flows_that_share_stages():

@@ -136,8 +136,8 @@ def spread(
 
     The encoder is the last stage of the model then. It takes the batch, and its value is a skip connection:
     it returns ``Output((), skips={into: value})``, and the stage ``into`` gets ``Received(x, {encoder:
-    value})``. Microbatches are dealt round the ranks. A forward of the encoder runs before its value is
-    needed, its backward after the gradient has come.
+    value})``, with None for a microbatch that has nothing to encode. Microbatches are dealt round the ranks.
+    A forward of the encoder runs before its value is needed, its backward after the gradient has come.
 
     >>> from ppfunc.schedule import Costs, one_f_one_b, simulate
     >>> costs, schedule = Costs(forward=1, backward=2), one_f_one_b(ranks=8, microbatches=16)
@@ -287,7 +287,7 @@ def _grown(base: Schedule, draft: Schedule, costs: Costs, lead: int, free: Seque
     place = {job: n for word in words for n, job in enumerate(word)}
     turns = (place[a] < place[b] for code in work.codes for a, b in pairwise(code) if a in place)
     orders: list[_Order] = [(words if all(turns) else [], caps)]
-    if len(draft.flows) == 1:
+    if len(draft.flows) == 1 and len({*ops.values()}) < 2:  # microbatches are alike
         orders.append(_block_order(draft, work, caps))
     return _in_order(draft, work, orders)
 
