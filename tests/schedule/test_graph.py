@@ -1,6 +1,7 @@
 """Graphs of stages in order on their ranks: any flows, encoders in bubbles, output layers in parts."""
 
 import random
+from dataclasses import replace
 from itertools import chain, pairwise, product
 
 import pytest
@@ -277,6 +278,14 @@ def test_two_ways_take_an_encoder():
     made = spread(pp.chimera(4, 8))
     proved(made)
     assert made.model_stages == (0, 1, 2, 3, 0, 1, 2, 3, 4, 4, 4, 4)
+
+
+def test_messages_that_take_time_are_planned_for():
+    sizes = (2, 2, 2, 2, 1, 1, 0)
+    times = Costs(sizes, sizes, sizes, activation=sizes, weight_share=1)
+    late = replace(times, communication=2)
+    blind, planned = (with_parts(zbv(2, 6), costs=costs) for costs in (times, late))
+    assert proved(planned, late) < 0.8 * proved(blind, late)
 
 
 def test_costs_are_of_the_model():
