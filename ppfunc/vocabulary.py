@@ -85,20 +85,21 @@ def vocabulary_cross_entropy(
 
     def statistics(logits: Tensor, target: Any, start: int, vocabulary: int) -> tuple[Tensor, Tensor]:
         labels, _ = _labels_and_weights(target, logits.shape[:-1])
+        # The name is given away at each step, so that two tensors as wide live at once, and one is kept.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        # The bounds give zeros, not NaN, to a part whose logits are all minus infinity.
-        bounds = torch.finfo(logits.dtype)
-        largest = logits.detach().amax(-1).clamp(min=bounds.min)  # a constant, on which no sum below depends
-        shifted = logits - largest.unsqueeze(-1)
-        # Its backward keeps the exponentials; nothing else that is kept is as wide.
-        normaliser = shifted.exp().sum(-1).clamp(min=bounds.tiny).log() + largest
         own = labels - start
         held = (own >= 0) & (own < logits.shape[-1])
         at = torch.arange(own.numel(), device=own.device), own.clamp(0, logits.shape[-1] - 1).flatten()
-        at_label = shifted.flatten(0, -2)[at].view(own.shape) + largest
-        wanted = torch.where(held, at_label, 0.0) * (1 - label_smoothing)
+        logits, at_label = _Picked.apply(logits.flatten(0, -2), *at)
+        wanted = torch.where(held.flatten(), at_label, 0.0) * (1 - label_smoothing)
         if label_smoothing:
             wanted = wanted + logits.sum(-1) * (label_smoothing / vocabulary)
+        # The bounds give zeros, not NaN, to a part whose logits are all minus infinity.
+        bounds = torch.finfo(logits.dtype)
+        largest = logits.detach().amax(-1).clamp(min=bounds.min)  # a constant, on which no sum below depends
+        logits = logits - largest.unsqueeze(-1)
+        normaliser = logits.exp().sum(-1).clamp(min=bounds.tiny).log() + largest
+        normaliser, wanted = normaliser.view(labels.shape), wanted.view(labels.shape)
         known = ((labels >= 0) & (labels < vocabulary)) | (labels == ignore_index)
         return normaliser, torch.where(known, wanted, torch.nan)
 
@@ -115,6 +116,33 @@ def vocabulary_cross_entropy(
         return total / weights.sum() if reduction == "mean" else total
 
     return VocabularyLoss(statistics, join)
+
+
+class _Picked(torch.autograd.Function):
+    """Return a matrix and an element of each of its rows.
+
+    The gradient of the elements is added to the gradient of the matrix; by indexing it would be a matrix too.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrix: Tensor, row: Tensor, column: Tensor) -> tuple[Tensor, Tensor]:
+        return matrix.view_as(matrix), matrix[row, column]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.save_for_forward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        matrix, elements = gradients
+        return matrix.index_put(ctx.saved_tensors, elements, accumulate=True), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return tangents[0].view_as(tangents[0]), tangents[0][ctx.saved_tensors]
 
 
 def _labels_and_weights(target: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
@@ -139,14 +167,15 @@ class VocabularyParallel:
     Args:
         stages: the functions: the stages before the output layer, its parts, and the stage that joins their
             statistics, which has no parameters.
-        edges: the pairs of stages between which values travel: each part takes the hidden state.
+        edges: the edges of the ``Flow`` of a schedule: each part takes the hidden state. None for a chain,
+            where there is one part.
         skips: the skips of a split.
         tied: ``{name: ((stage, name), ...)}``, the tied parameters, for the ``tied`` of a step or a trainer.
         loss_fn: the loss function of a step or a trainer: it joins the statistics of the parts.
     """
 
     stages: tuple[Stage | None, ...]
-    edges: tuple[tuple[int, int], ...]
+    edges: tuple[tuple[int, int], ...] | None
     skips: tuple[tuple[int, int], ...]
     tied: dict[str, tuple[tuple[int, str], ...]]
     loss_fn: Loss
@@ -167,7 +196,8 @@ class VocabularyParallel:
                 the vocabulary as axis 0.
 
         Returns:
-            ``{stage: tree}`` for ``stages``, views of the leaves.
+            ``{stage: tree}`` for ``stages``. The parts are views, which keep the whole leaf in memory: a
+            process that holds some of them alone clones these.
 
         Raises:
             ValueError: a leaf has another number of rows than the vocabulary, or is a DTensor.
@@ -319,7 +349,7 @@ def vocabulary_parallel(
             ),
             _together if len(sizes) > 1 else _alone,
         ),
-        (*chain, *into, *((head + n, join) for n in range(len(sizes)))),
+        (*chain, *into, *((head + n, join) for n in range(len(sizes)))) if len(sizes) > 1 else None,
         skips,
         ties,
         loss.join,
@@ -364,17 +394,22 @@ def _part(fn: Stage | None, loss: VocabularyLoss, start: int, size: int, vocabul
 
     @wraps(fn)
     def part(params: Any, x: Any, target: Any) -> Any:
-        y = fn(params, x)
-        logits = tree_leaves(y)
-        if isinstance(y, Output) or [list(t.shape[-1:]) for t in logits] != [[size]]:
-            raise ValueError(
-                f"the output layer returned {shown(y)} with parameters of {size} rows, expected one tensor,"
-                f" the logits[..., {size}]"
-            )
-        return loss.partial(logits[0], target, start, vocabulary)
+        return loss.partial(_logits(fn(params, x), size), target, start, vocabulary)
 
     vars(part)[TARGETED] = True
     return part
+
+
+def _logits(y: Any, rows: int) -> Tensor:
+    """Return the only tensor of the result of an output layer with this number of rows."""
+    logits = tree_leaves(y)
+    if isinstance(y, Output) or [list(t.shape[-1:]) for t in logits] != [[rows]]:
+        raise ValueError(
+            f"the output layer returned {shown(y)} with parameters of {rows} rows, expected one tensor, the"
+            f" logits[..., {rows}]"
+        )
+    (tensor,) = logits
+    return tensor  # type: ignore[no-any-return]
 
 
 def _together(params: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:

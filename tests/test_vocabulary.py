@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ppfunc as pp
+from ppfunc.schedule import Flow
 from ppfunc.stage.tree import tree_leaves, tree_map
 
+from .graphs import in_order
 from .models import mlp, mlp_params, normal
 
 D, V, CAP = 4, 11, 2.0
@@ -67,8 +69,9 @@ def params_of(dtype: torch.dtype = torch.float64, tied: bool = False) -> dict[in
 def run(model: Any, params: Any, x: Any, target: Any) -> Any:
     """Call the stages along the edges, without a schedule."""
     ys: list[Any] = []
+    stages = range(len(model.stages))
     for stage, fn in enumerate(model.stages):
-        into = [ys[a] for a, b in model.edges if b == stage]
+        into = [ys[a] for a, b in Flow(stages, range(1), model.edges).pairs if b == stage]
         taken = x if not into else into[0] if len(into) == 1 else tuple(into)
         ys.append(fn(params[stage], taken, *([target] if getattr(fn, "targeted", False) else [])))
     return model.loss_fn(ys[-1], target)
@@ -315,3 +318,56 @@ def test_a_split_that_is_cut_elsewhere_is_refused():
         pp.vocabulary_parallel(split_of(LanguageModel(), ["layers.1"]), 2)
     with pytest.raises(ValueError, match="tied: got ties beside a split"):
         pp.vocabulary_parallel(split_of(LanguageModel()), 2, tied={})
+
+
+# -- through schedules
+
+
+def schedule_of(model: Any, home: Any, microbatches: int) -> pp.Schedule:
+    stages = tuple(range(len(model.stages)))
+    return in_order(tuple(home), (Flow(stages, range(microbatches), model.edges),), model.skips)
+
+
+TIES = {"wte": [(0, "wte.weight"), (2, "weight")]}
+HOMES = {1: (0, 1, 0, 1), 2: (0, 1, 0, 1, 1), 3: (0, 1, 2, 0, 1, 2), 4: (0, 1, 0, 1, 1, 0, 0)}
+
+
+@pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.functional, pp.engines.eager])
+@pytest.mark.parametrize("parts", SIZES)
+def test_a_step_has_the_gradients_of_the_whole_layer(engine, parts):
+    options: Any = {"label_smoothing": 0.1, "z_loss": 0.2, "ignore_index": 3}
+    loss = pp.vocabulary_cross_entropy(**options)
+    model = pp.vocabulary_parallel(STAGES, SIZES[parts], loss, tied=TIES)
+    params, (ids, labels) = params_of(tied=True), batch(4)
+    schedule = schedule_of(model, HOMES[parts], 2)
+
+    def at_once(p: Any) -> Tensor:
+        halves = zip(ids.chunk(2), labels.chunk(2), strict=True)
+        return sum(whole({**params, **p}, x, target, **options) for x, target in halves) / 2
+
+    wanted, value = torch.func.grad_and_value(at_once)(params)
+    total = wanted[0]["wte"]["weight"] + wanted[2]["weight"]
+    wanted[0]["wte"]["weight"] = wanted[2]["weight"] = total
+    step = pp.value_and_grad(model.stages, model.loss_fn, schedule, engine=engine, tied=model.tied)
+    got, grads = step(model.cut(params), ids, labels)
+    near((got, model.join(grads)), (value, wanted))
+    near(pp.evaluate(model.stages, model.loss_fn, schedule)(model.cut(params), ids, labels), value)
+
+
+def test_transforms_go_through_the_parts():
+    model = pp.vocabulary_parallel(STAGES, [6, 5])
+    params, (ids, labels) = params_of(), batch(2)
+    moved = tree_map(lambda p: normal(*p.shape, seed=9), params)
+    args = model.stages, model.loss_fn, schedule_of(model, HOMES[2], 2)
+
+    def at_once(p: Any) -> Tensor:
+        return whole(p, ids, labels)
+
+    cut, along = model.cut(params), model.cut(moved)
+    near(pp.jvp(*args)(cut, along, ids, labels), torch.func.jvp(at_once, (params,), (moved,)))
+    result = pp.hvp(*args)(cut, along, ids, labels)
+    products = torch.func.jvp(torch.func.grad(at_once), (params,), (moved,))[1]
+    near(model.join(result.products), products)
+    _, each = pp.per_sample_grad(*args, samples=1)(cut, ids, labels)
+    grads = torch.func.grad(at_once)(params)
+    near(tree_map(lambda g: g.mean((0, 1)), {s: each[s] for s in (0, 1)}), {s: grads[s] for s in (0, 1)})

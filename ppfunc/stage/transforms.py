@@ -15,7 +15,7 @@ gradient of a dual function is instead the dual of the function's gradient::
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from einops import einsum, rearrange, reduce, repeat
@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ._torch import TorchDispatchMode, jvp
 from .layout import Boundary, declaring, distributed, layout_of, local, whole
 from .operators import draws, effects_of, is_collective, written
-from .program import WITHOUT_CARRY, Gradients, Leaves, Loss, Output, Received, Stage, without_aux
+from .program import TARGETED, WITHOUT_CARRY, Gradients, Leaves, Loss, Output, Received, Stage, without_aux
 from .signature import differentiable, flatten
 from .tree import filled, tree_flatten, tree_leaves, tree_map, tree_paths, tree_structure
 
@@ -275,6 +275,18 @@ def _joined(t: torch.Tensor) -> torch.Tensor:
 # -- tangents
 
 
+class Dual(NamedTuple):
+    """Hold a value of a dual stage with its derivative.
+
+    Args:
+        value: a tree.
+        tangent: a tree of its structure, with None for the leaves that do not move; or None.
+    """
+
+    value: Any
+    tangent: Any
+
+
 def dual(fn: Stage, *, slope_alone: bool = False, carry: bool = False) -> Stage:
     """Transform a stage into a stage on pairs of a value and its tangent: forward mode.
 
@@ -295,11 +307,12 @@ def dual(fn: Stage, *, slope_alone: bool = False, carry: bool = False) -> Stage:
         carry: whether the stage takes a carry of slices, which becomes a pair.
 
     Returns:
-        ``stage((params, tangents), (x, tx), *extras) -> (y, ty)``, a stage like any other. An
-        auxiliary loss becomes a tensor[2], the loss and its derivative; skip connections become pairs.
+        ``stage((params, tangents), (x, tx), *extras) -> Dual(y, ty)``, a stage like any other. An auxiliary
+        loss becomes a tensor[2], the loss and its derivative; skip connections become pairs. Where several
+        edges lead to the stage, it takes a tuple of pairs.
 
     >>> dual(lambda w, x: w * x)((torch.tensor(2.0), torch.tensor(1.0)), (torch.tensor(3.0), None))
-    (tensor(6.), tensor(3.))
+    Dual(value=tensor(6.), tangent=tensor(3.))
     """
 
     @wraps(fn, updated=())  # its parameters have other names
@@ -308,16 +321,17 @@ def dual(fn: Stage, *, slope_alone: bool = False, carry: bool = False) -> Stage:
         values, tangents = zip(*pairs, strict=True)
         y, ty = push(fn, values, tangents, ("params", "x", "carry")[: len(pairs)], extras[carry:])
         if not isinstance(y, Output):
-            return y, ty
+            return Dual(y, ty)
         ty = ty or Output(None)
         slopes = ty.skips or {}
-        skips = y.skips and {s: (value, slopes.get(s)) for s, value in y.skips.items()}
+        skips = y.skips and {s: Dual(value, slopes.get(s)) for s, value in y.skips.items()}
         loss = None if y.loss is None else _pair(y.loss, ty.loss, slope_alone)
         given = None if y.carry is None else (y.carry, ty.carry)
-        return Output((y.y, ty.y), loss, y.metrics, y.state, skips, given)
+        return Output(Dual(y.y, ty.y), loss, y.metrics, y.state, skips, given)
 
     if by := getattr(fn, WITHOUT_CARRY, "" if carry else "ppfunc.transforms.dual(carry=False)"):
         vars(stage)[WITHOUT_CARRY] = by
+    vars(stage)[TARGETED] = getattr(fn, TARGETED, False)
     return declaring(stage, Boundary.of(fn).map(lambda prefix: (prefix, prefix)))
 
 
@@ -355,11 +369,13 @@ def _pair(value: torch.Tensor, slope: torch.Tensor | None, slope_alone: bool) ->
 
 def _unzipped(x: Any) -> tuple[Any, Any]:
     """Split the input of a dual stage into its value and its tangent."""
-    if not isinstance(x, Received):
-        return x
-    (value, tangent), skips = x
-    values, tangents = ({s: pair[n] for s, pair in skips.items()} for n in (0, 1))
-    return Received(value, values), Received(tangent, tangents)
+    if isinstance(x, Received):
+        value, tangent = _unzipped(x.x)
+        # Of a source outside of the flow there is None.
+        values, tangents = ({s: pair and pair[n] for s, pair in x.skips.items()} for n in (0, 1))
+        return Received(value, values), Received(tangent, tangents)
+    several = not isinstance(x, Dual) and all(isinstance(part, Dual) for part in x)
+    return tuple(zip(*map(_unzipped, x), strict=True)) if several else x  # type: ignore[return-value]
 
 
 def flatten_tangents(primal: Any, tangent: Any, name: str) -> Gradients:
