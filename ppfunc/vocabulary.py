@@ -409,7 +409,7 @@ def _logits(y: Any, rows: int) -> Tensor:
             f" logits[..., {rows}]"
         )
     (tensor,) = logits
-    return tensor  # type: ignore[no-any-return]
+    return tensor
 
 
 def _together(params: Any, parts: tuple[Any, ...]) -> tuple[Any, ...]:
