@@ -288,6 +288,7 @@ def vocabulary_parallel(
 
         split = pp.split(model, args, at=[..., "lm_head"])
         model = pp.vocabulary_parallel(split, 4, pp.vocabulary_cross_entropy(z_loss=1e-4))
+        schedule = pp.with_parts(pp.one_f_one_b(ranks=4, microbatches=8))
         step = pp.value_and_grad(model.stages, model.loss_fn, schedule, tied=model.tied)
         loss, grads = step(model.cut(split.params), inputs, labels)
         split.put_back(model.join(params))

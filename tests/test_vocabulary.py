@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import ppfunc as pp
 from ppfunc.schedule import Flow
 from ppfunc.stage.tree import tree_leaves, tree_map
-
-from .graphs import in_order
-from .models import mlp, mlp_params, normal
+from tests.graphs import in_order
+from tests.models import mlp, mlp_params, normal
 
 D, V, CAP = 4, 11, 2.0
 LOSSES = {
@@ -371,3 +370,78 @@ def test_transforms_go_through_the_parts():
     _, each = pp.per_sample_grad(*args, samples=1)(cut, ids, labels)
     grads = torch.func.grad(at_once)(params)
     near(tree_map(lambda g: g.mean((0, 1)), {s: each[s] for s in (0, 1)}), {s: grads[s] for s in (0, 1)})
+
+
+def next_label(output: Any, labels: Tensor) -> Tensor:
+    return whole_loss(output["logits"], labels, z_loss=0.1)
+
+
+def trained(model: Any, params: Any, schedule: pp.Schedule, loss_fn: Any, **options: Any) -> Any:
+    """The parameters after two steps with clipped gradients."""
+    optimizer = pp.optim.chain(pp.optim.clip_by_global_norm(0.1), pp.optim.adamw(0.1))
+    trainer = pp.Trainer(model, loss_fn, schedule, optimizer, **options)
+    state, losses = trainer.init(params), []
+    for _ in range(2):
+        state, metrics = trainer.step(state, *batch(4))
+        losses.append(metrics.loss)
+    return state, losses
+
+
+def test_training_is_that_of_the_whole_model_and_goes_on_in_other_parts(tmp_path):
+    torch.manual_seed(0)
+    language = LanguageModel()
+    loss = pp.vocabulary_cross_entropy(z_loss=0.1)
+    whole, split = split_of(language, ["layers.1"]), split_of(language)
+    wanted, losses = trained(whole, whole.params, pp.one_f_one_b(2, 2), next_label)
+    model = pp.vocabulary_parallel(split, 2, loss)
+    schedule = pp.with_parts(pp.one_f_one_b(2, 2))
+    assert schedule.flows[0].edges == model.edges
+    state, got = trained(model.stages, model.cut(split.params), schedule, model.loss_fn, tied=model.tied)
+    near(got, losses)
+    joined = model.join(state.params)
+    assert joined.keys() == {0, 1, 2}
+    for stage, name in ((stage, name) for stage, tree in wanted.params.items() for name in tree):
+        near(joined[stage].get(name, joined[2].get(name)), wanted.params[stage][name], 1e-10)
+    # What two parts have saved four parts load.
+    pp.checkpoint.save(tmp_path / "two", {"params": state.params}, step=2)
+    like = model.cut(tree_map(torch.zeros_like, dict(split.params)))
+    loaded = pp.checkpoint.load(tmp_path / "two", like={"params": like})["params"]
+    four = pp.vocabulary_parallel(split, 4, loss)
+    params, (ids, labels) = four.cut(model.join(loaded)), batch(4)
+    schedule = pp.with_parts(pp.one_f_one_b(2, 2), ranks=[0, 1])
+    split.put_back(four.join(params))
+    near(run(four, params, ids, labels), next_label(language(ids), labels).detach())
+
+
+def test_bfloat16_trains_with_masters():
+    torch.manual_seed(0)
+    language, ids = LanguageModel().float(), batch()[0]
+    options: Any = {"precision": pp.Precision(compute=torch.bfloat16, master=torch.float32)}
+    whole = pp.split(language, ids, at=["layers.1"])
+    _, wanted = trained(whole, whole.params, pp.one_f_one_b(2, 2), next_label, **options)
+    split = pp.split(language, ids, at=["layers.1", "lm_head"])
+    model = pp.vocabulary_parallel(split, 2, pp.vocabulary_cross_entropy(z_loss=0.1))
+    schedule, options["tied"] = pp.with_parts(pp.one_f_one_b(2, 2)), model.tied
+    state, got = trained(model.stages, model.cut(split.params), schedule, model.loss_fn, **options)
+    near(got, wanted, 0.02)
+    assert {p.dtype for p in tree_leaves(state.params)} == {torch.float32}
+
+
+def by_process(rank: int, size: int) -> tuple[Tensor, Any]:
+    model = pp.vocabulary_parallel(STAGES, [6, 5], tied=TIES)
+    schedule = pp.with_parts(pp.one_f_one_b(size, 2))
+    cut, (ids, labels) = model.cut(params_of(tied=True)), batch(4)
+    with pp.P2P() as transport:
+        step = pp.value_and_grad(model.stages, model.loss_fn, schedule, transport, tied=model.tied)
+        return step({s: cut[s] for s in schedule.model_stages_of(rank)}, ids, labels)
+
+
+def test_parts_in_two_processes(two):
+    model = pp.vocabulary_parallel(STAGES, [6, 5], tied=TIES)
+    step = pp.value_and_grad(
+        model.stages, model.loss_fn, pp.with_parts(pp.one_f_one_b(2, 2)), tied=model.tied
+    )
+    loss, grads = step(model.cut(params_of(tied=True)), *batch(4))
+    (one, first), (other, second) = two(by_process)
+    near((one, other, {**first, **second}), (loss, loss, {s: grads[s] for s in {**first, **second}}))
+    assert {**first, **second}.keys() == grads.keys()
