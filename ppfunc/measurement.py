@@ -10,7 +10,7 @@ import torch
 from ppfunc.runtime.lowering.ties import TiedPlaces
 from ppfunc.runtime.paper.analysis import completed
 from ppfunc.runtime.values.arguments import Microbatches
-from ppfunc.schedule import Costs, looped_bfs, seq1f1b, split_backward
+from ppfunc.schedule import Costs, looped_bfs, seq1f1b, split_backward, spread
 from ppfunc.schedule.proof.timeline import timeline_of
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
@@ -81,10 +81,11 @@ def measure(
             )
         loss_fn, targets = _total, Microbatches([()] * len(example)) if sliced else ()
     arguments: dict[str, Any] = {"seed": (0, 0), "extras": extras, "state": state}
-    alone = seq1f1b(1, 1, len(example), count) if sliced else looped_bfs(1, 1, count)
+    encodes = isinstance(stages, Split) and bool(stages.encoder)
+    alone = seq1f1b(1, 1, len(example), count) if sliced else looped_bfs(1, 1, count - encodes)
     if sliced:  # equal, whatever their lengths: times and bytes do not depend on them
         arguments["loss_weights"] = [1 / len(example)] * len(example)
-    schedule = split_backward(alone)
+    schedule = split_backward(spread(alone) if encodes else alone)
     step = value_and_grad(stages, loss_fn, schedule, engine=engine, has_aux=True, tied=tied)
     step(params, example, targets, **arguments)
     # The median time of every instruction of one rank with one microbatch, or with each slice of a sequence.

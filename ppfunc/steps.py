@@ -407,6 +407,13 @@ def unpacked(
             )
         _require_count(stages, schedule)
         return stages, schedule, read_tied(tied, schedule, prefixes)
+    heads = {schedule.model_stages[stage] for stage in schedule.heads}
+    if bool(stages.encoder) != (len(stages.stages) - 1 in heads - {0}):
+        what = f"the encoder {stages.encoder}" if stages.encoder else "no encoder"
+        raise ValueError(
+            f"stages: got a split with {what} and the schedule {schedule.name!r}; pp.spread(schedule) has a"
+            " place for an encoder, which pp.split(model, ..., encoder=name) makes"
+        )
     _require_count(stages.stages, schedule)
     schedule = schedules.with_skips(schedule, stages.skips) if stages.skips else schedule
     return stages.stages, schedule, read_tied(tied, schedule, prefixes, stages.tied)

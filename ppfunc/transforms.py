@@ -345,6 +345,11 @@ def _read(
 
 def _require_per_sample(stages: Stages, samples: Any) -> None:
     """Raise for stages with a state, which no sample has for itself, or an invalid number of samples."""
+    if isinstance(stages, Split) and stages.encoder:
+        raise ValueError(
+            f"stages: got a split with the encoder {stages.encoder}, whose values have no axis of samples;"
+            " split without encoder="
+        )
     if isinstance(stages, Split) and stages.state:
         name, *_ = next(iter(stages.state.values()))
         raise ValueError(

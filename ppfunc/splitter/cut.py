@@ -67,22 +67,30 @@ class StagePart(NamedTuple):
     kept: tuple[Node, ...]
 
 
-def cut(trace: Trace, stages: int, state: Mapping[str, int]) -> tuple[StagePart, ...]:
+def cut(trace: Trace, stages: int, state: Mapping[str, int], encoder: int = -1) -> tuple[StagePart, ...]:
     """Cut a trace.
 
     Args:
         trace: the trace of the model.
         stages: the number of stages.
         state: the stages of buffers that are state whether this trace writes into them or not.
+        encoder: the last stage, where it takes inputs alone and earlier stages take its values; else -1.
 
     Raises:
         StageError: the model writes into a parameter, into one buffer in several stages, or in one stage into
-            memory that another has made.
+            memory that another has made; or the encoder reads a buffer that another stage writes into.
     """
     homes = {**state, **state_buffers(trace)}
-    cutter = _Cutter(trace, homes)
+    cutter = _Cutter(trace, homes, encoder)
     _require_homes(cutter, state)
-    return tuple(reversed([cutter.part(stage, stage == stages - 1) for stage in reversed(range(stages))]))
+    chained = range(stages - (encoder > 0))
+    order = [*reversed(chained), *range(len(chained), stages)]  # readers before what they read
+    parts = {stage: cutter.part(stage, stage == chained[-1]) for stage in order}
+    if encoder > 0 and parts[encoder].received:
+        raise StageError(
+            MODEL, "its encoder reads a buffer that another stage writes into", "split it without encoder="
+        )
+    return tuple(parts[stage] for stage in range(stages))
 
 
 def state_buffers(trace: Trace) -> dict[str, int]:
@@ -158,6 +166,7 @@ class _Cutter:
     Args:
         trace: the trace of the model.
         homes: the buffers that belong to the state of a stage, each with its stage.
+        encoder: the stage that takes inputs beside the first.
 
     Attributes:
         param_of, buffer_of: the names of the nodes of tensors of the model.
@@ -168,10 +177,10 @@ class _Cutter:
         wanted: the values that a stage has, by the stage that takes them.
     """
 
-    def __init__(self, trace: Trace, homes: Mapping[str, int]) -> None:
+    def __init__(self, trace: Trace, homes: Mapping[str, int], encoder: int) -> None:
         places = (*trace.params.values(), *trace.buffers.values(), *trace.inputs, *trace.carried)
         nodes = (*places, *trace.nodes)
-        self.trace, self.homes = trace, homes
+        self.trace, self.homes, self.encoder = trace, homes, encoder
         self.wanted: dict[int, dict[int, set[Node]]] = {}
         self.param_of = {node: name for name, node in trace.params.items()}
         self.buffer_of = {node: name for name, node in trace.buffers.items()}
@@ -281,7 +290,7 @@ class _Cutter:
         if node in self.param_of or node in self.buffer_of or node.op == "get_attr":
             return stage
         if node.op == "placeholder":
-            return 0
+            return stage if stage == self.encoder else 0
         if node in self.cheap:
             return stage
         if node.target is aten.as_strided.default:
@@ -386,7 +395,7 @@ register_leafless(NotKept, lambda node: node._kind, NotKept)
 
 
 def stage_codes(
-    trace: Trace, parts: Sequence[StagePart], around: Region, mapped: bool
+    trace: Trace, parts: Sequence[StagePart], around: Region, mapped: bool, encoder: int = -1
 ) -> tuple[StageCode, ...]:
     """Write the code of every stage.
 
@@ -396,6 +405,7 @@ def stage_codes(
         around: the region in which stages are called; operators of others are called in theirs.
         mapped: whether a ``vmap`` is active. It hides by what attention chooses its kernel, such as the
             gradient of the mask.
+        encoder: see :func:`cut`.
     """
     contexts: dict[Region, Callable[[], Any]] = {}
     for node in trace.nodes:
@@ -408,7 +418,10 @@ def stage_codes(
         region = node.meta["region"]
         if region != around:
             node.meta["within"] = contexts.setdefault(region, partial(within, region, around))
-    return tuple(_code(trace, part, stage, stage == len(parts) - 1) for stage, part in enumerate(parts))
+    last = len(parts) - 1 - (encoder > 0)
+    return tuple(
+        _code(trace, part, stage, stage in (0, encoder), stage == last) for stage, part in enumerate(parts)
+    )
 
 
 def _attention(order: tuple[int, ...] | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -417,8 +430,8 @@ def _attention(order: tuple[int, ...] | None, *args: Any, **kwargs: Any) -> Tens
     return y if order is None else y.permute(order).contiguous().permute(*map(order.index, range(y.ndim)))
 
 
-def _code(trace: Trace, part: StagePart, stage: int, last: bool) -> StageCode:
-    inputs = trace.inputs if stage == 0 else ()
+def _code(trace: Trace, part: StagePart, stage: int, first: bool, last: bool) -> StageCode:
+    inputs = trace.inputs if first else ()
     taken = tuple(node for nodes in part.received.values() for node in nodes)
     results = tuple(dict.fromkeys(r for r in trace.results if isinstance(r, Node))) if last else ()
     sent = tuple(node for nodes in part.sent.values() for node in nodes)
@@ -492,6 +505,7 @@ class Source:
         device: the device of the stages.
         state: patterns of names of buffers that are state, though the model only reads them.
         cache: the argument in which the model gets its cache; the calls are then slices of one sequence.
+        tower: the module that is the encoder; empty without.
 
     Raises:
         StageError, ValueError: the model cannot be cut there, or a pattern names no buffer that is read.
@@ -500,6 +514,7 @@ class Source:
         forms: the forms of the calls at the split.
         held: the parameters, buffers and sources of each stage in any of these calls, which all other code
             has to fit.
+        encoder: the number of the stage of the tower, the last; -1 without.
         loaded: the buffers to be read in the place of the model's.
     """
 
@@ -512,10 +527,13 @@ class Source:
         device: torch.device,
         state: Sequence[str],
         cache: str,
+        tower: str = "",
     ) -> None:
         self.model, self.names, self.known, self.cache = model, tuple(names), known, cache
+        self.tower = tower
         self.forms = tuple(form for form, _, _ in calls)
-        self.stages = len(names) + 1
+        self.stages = len(names) + 1 + bool(tower)
+        self.encoder = self.stages - 1 if tower else -1
         self.loaded: dict[str, Tensor] = {}
         self._inputs = tuple(inputs for _, inputs, _ in calls)
         self._readers: dict[str, int] = {}  # the first stage that reads each parameter
@@ -530,9 +548,13 @@ class Source:
                     f"at: the module {name} is not called, or calls no operator; name another one, or the"
                     " modules within it"
                 )
+        if tower and all(tower not in traced.starts for traced in traces):
+            raise ValueError(
+                f"encoder: the module {tower} is not called, or calls no operator; name another one"
+            )
         read: dict[str, int] = {}
         for traced in sorted(traces, key=lambda t: len(t.starts.keys() & {*names}), reverse=True):
-            _label_stages(names, traced, self._readers)
+            self._label(traced)
             self._readers = readers(traced, traced.params) | self._readers
             read = readers(traced, traced.buffers) | read
             self._homes = state_buffers(traced) | self._homes
@@ -550,6 +572,18 @@ class Source:
             codes.append(self.codes(form, inputs, device, traced, before=before))
         self.held = tuple(map(Footprint.of, zip(*codes, strict=True)))
 
+    def _label(self, traced: Trace) -> None:
+        """Give each operator its stage: of the tower, and of all that it depends on, the encoder."""
+        _label_stages(self.names, traced, {n: s for n, s in self._readers.items() if s != self.encoder})
+        found, read = set[Node](), frozenset[int]()
+        for node in reversed(traced.nodes if self.tower else ()):
+            module = node.meta.get("module")
+            inside = module is not None and is_within(module.name, self.tower)
+            if inside or node in found or not read.isdisjoint(node.meta["writes"]):
+                node.meta["stage"] = self.encoder
+                found.update(node.all_input_nodes)
+                read |= node.meta["reads"]
+
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> "Source":
         """Return the source of the same code with other buffers."""
         other = copy(self)
@@ -558,6 +592,8 @@ class Source:
 
     def require_output_layer(self) -> None:
         """Raise StageError unless the last stage is a linear layer, and functions of each of its results."""
+        if self.tower:
+            raise StageError("the last stage", f"it is the encoder, {self.tower}", "split without encoder=")
         mend = 'cut at the output layer, ppfunc.split(model, args, at=[..., "lm_head"]), without labels'
         parts = [codes[-1].part for codes in self._codes.values()]
         for part in parts:
@@ -575,7 +611,7 @@ class Source:
     def skips(self) -> tuple[tuple[int, int], ...]:
         """List the pairs of stages between which values travel that are not neighbours."""
         pairs = ((a, b) for b, held in enumerate(self.held) for a in held.received)
-        return tuple(sorted((a, b) for a, b in pairs if a < b - 1))
+        return tuple(sorted((a, b) for a, b in pairs if a != b - 1))
 
     def codes(
         self,
@@ -615,12 +651,13 @@ class Source:
             if key not in self._codes:
                 if traced is None:
                     traced = self._trace(form, inputs, device, compute, mapped, before)
-                _label_stages(self.names, traced, self._readers)
+                self._label(traced)
                 for node, home in zip(traced.carried, before.homes if before else (), strict=True):
                     node.meta["stage"] = home
-                parts = cut(traced, self.stages, self._homes)
+                parts = cut(traced, self.stages, self._homes, self.encoder)
                 _require_fit(self.held, parts)
-                self._codes[key] = stage_codes(traced, parts, Region(True, autocast()), mapped)
+                around = Region(True, autocast())
+                self._codes[key] = stage_codes(traced, parts, around, mapped, self.encoder)
                 while len(self._codes) > _MOST * len(self.forms):
                     self._codes.popitem(last=False)
             self._codes.move_to_end(key)
@@ -742,6 +779,11 @@ class Footprint(NamedTuple):
         return cls(*(tuple(dict.fromkeys(chain.from_iterable(names))) for names in each))
 
 
+def is_within(name: str, module: str) -> bool:
+    """Tell whether ``name`` names a module, or anything inside the module."""
+    return f"{name}.".startswith(f"{module}.")
+
+
 def _without_rows(form: CallForm, inputs: Sequence[LeafForm]) -> str:
     """Describe a call by the forms of the rows of its inputs, however many they are."""
     return form.described([leaf._replace(shape=leaf.shape[1:]) for leaf in inputs])
@@ -808,7 +850,7 @@ def _require_fit(held: Sequence[Footprint], parts: Sequence[StagePart]) -> None:
             continue
         reads = [name for name in part.params if name not in held[stage].params]
         writes = [name for name in part.state if name not in held[stage].state]
-        takes = [a for a in part.received if a < stage - 1 and a not in held[stage].received]
+        takes = [a for a in part.received if a != stage - 1 and a not in held[stage].received]
         if reads or writes or takes:
             what = (
                 f"reads the parameter {reads[0]}"

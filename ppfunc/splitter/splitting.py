@@ -16,7 +16,7 @@ from ppfunc.stage.modules import is_subclass, require_usable
 
 from .cache import cache_name, require_same_values
 from .call import CallForm, Constants, LeafForm, Tensors
-from .cut import Source
+from .cut import Source, is_within
 from .trace import PIPE_SPLIT, Trace, trace
 from .value import Split, make_stage
 
@@ -34,6 +34,7 @@ def split(
     constants: Sequence[str] = (),
     state: Sequence[str] = (),
     slices: int | Sequence[int] | None = None,
+    encoder: str | None = None,
 ) -> Split:
     """Split a model into stages: trace one call of it, and cut the operators where the named modules begin.
 
@@ -89,6 +90,13 @@ def split(
             DTensors is not called: test a small one of its class. Gradients are not compared, but followed
             through every tensor of the cache. By default the model is not sliced.
 
+        encoder: name of a module that encodes a part of the inputs, such as the vision tower of a language
+            model (``"model.visual"``, ``"model.vision_tower"``: see ``model.named_children()``). It is a
+            further stage, the last, which ``at`` does not count: what the module computes, and all that this
+            depends on. It takes the inputs as the first stage does. The schedule is of
+            :func:`ppfunc.spread`, with copies of the encoder on all ranks; microbatches that leave its inputs
+            out need no copy. By default the module is within the stages.
+
     Returns:
         The split, in the mode that the model is in.
 
@@ -106,8 +114,15 @@ def split(
     >>> parts = split(model, torch.zeros(8, 2), at=["2"])
     >>> [sorted(parts.params[stage]) for stage in range(2)]
     [['0.bias', '0.weight'], ['2.bias', '2.weight']]
+
+    A vision tower on all ranks, each with its share of the microbatches::
+
+        schedule = pp.spread(pp.one_f_one_b(ranks, microbatches), microbatches=with_images)
+        parts = pp.split(model, example, at=ranks, encoder="model.vision_tower")
+        loss, grads = pp.value_and_grad(parts, loss_fn, schedule)(parts.params, inputs, targets)
     """
     _require_module(model)
+    tower = _checked_encoder(model, encoder, slices)
     # The class of microbatches is not imported for this.
     examples = [*args] if type(args).__name__ == "Microbatches" else [args]
     known = Constants.of(constants, model)
@@ -135,8 +150,10 @@ def split(
         before = traces[-1].cache if cache and traces else None
         traces.append(trace(model, form, leaves, device, cache=cache, before=before))
     if not isinstance(at, Sequence):
-        names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), at)
-    source = Source(model, names, known, [*zip(forms, inputs, traces, strict=True)], device, state, cache)
+        names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), at, tower)
+    source = Source(
+        model, names, known, [*zip(forms, inputs, traces, strict=True)], device, state, cache, tower
+    )
     if cache:
         require_same_values(model, forms[0], tensors, cache, device)
     model_tensors = Tensors.of(model)
@@ -249,6 +266,20 @@ def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
     return list(at)
 
 
+def _checked_encoder(model: nn.Module, encoder: str | None, slices: Any) -> str:
+    if encoder is None:
+        return ""
+    require_type("encoder", encoder, str, "the name of a module")
+    known = dict(model.named_modules(remove_duplicate=False))
+    if not encoder or encoder not in known:
+        raise ValueError(
+            f"encoder: got {encoder!r}, which is no module of the model; {_near(encoder, known)}"
+        )
+    if slices is not None:
+        raise ValueError("encoder: got a name and slices, whose only inputs are tokens; leave one out")
+    return encoder
+
+
 def _near(name: str, known: Iterable[str]) -> str:
     """Suggest names: those that end in the unknown one, similar ones, or those of the outermost modules."""
     names = [*filter(None, known)]
@@ -258,7 +289,7 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f"its outermost modules are {', '.join(outermost) or 'none'}"
 
 
-def _choose(model: nn.Module, traced: Trace, at: int | Partition | None) -> list[str]:
+def _choose(model: nn.Module, traced: Trace, at: int | Partition | None, tower: str) -> list[str]:
     """Choose the modules that begin the stages after the first.
 
     The layers of a model are the elements of its ``ModuleList`` and ``Sequential`` containers, those of the
@@ -268,12 +299,17 @@ def _choose(model: nn.Module, traced: Trace, at: int | Partition | None) -> list
     Args:
         traced: a trace of the model.
         at: the number of stages, a partition of the layers, or None for the calls of ``pipe_split()``.
+        tower: the encoder, which is left out; empty without.
 
     Raises:
         ValueError: there are not so many layers.
         TypeError: the model has no cuts of its own, and none are asked for.
     """
-    levels = _levels(model)
+
+    def inside(name: str) -> bool:
+        return bool(tower) and is_within(name, tower)
+
+    levels = [[name for name in names if not inside(name)] for names in _levels(model)]
     if at is None:
         if not (names := [name for name in traced.starts if name.startswith(PIPE_SPLIT)]):
             raise TypeError(
@@ -289,7 +325,8 @@ def _choose(model: nn.Module, traced: Trace, at: int | Partition | None) -> list
             f"at: got {at!r}, expected names of modules, such as {[*at] if isinstance(at, dict) else ['0']},"
             " a number of stages from 1, or a Partition"
         )
-    flops = (node.meta["flops"] for node in traced.nodes if node.op == "call_function")
+    operators = [node.meta for node in traced.nodes if node.op == "call_function"]
+    flops = [0.0 if meta["module"] and inside(meta["module"].name) else meta["flops"] for meta in operators]
     return _balanced(called, traced.starts, [*accumulate(flops, initial=0.0)], at)
 
 

@@ -101,6 +101,11 @@ class Split:
         """Return the model that was split."""
         return self._source.model
 
+    @property
+    def encoder(self) -> str:
+        """Return the name of the module that is the last stage, the encoder; empty without."""
+        return self._source.tower
+
     def load(
         self,
         weights: str | PathLike[str] | Mapping[str, Tensor],
@@ -311,7 +316,8 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
     names, state_names = source.held[stage].params, source.held[stage].state
     into = [a for a, b in source.skips if b == stage]
     out_of = [b for a, b in source.skips if a == stage]
-    last = stage == source.stages - 1
+    encodes = stage == source.encoder
+    first, last = stage == 0 or encodes, stage == source.stages - 1 - (source.encoder > 0)
     laid_out = ((name, layout_of(p)) for name, p in model.named_parameters() if name in names)
     layouts = {name: layout for name, layout in laid_out if layout is not None}
 
@@ -326,15 +332,21 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
         if into:
             x, skips = x
         x = without_constants(x)
-        (given, cast), values = ((x, None), ()) if stage == 0 else x
+        (given, cast), values = ((x, None), ()) if first else x
         form, tensors = read_call(source.forms, given)
-        forms = tuple(_empty(t) for t in tensors) if stage == 0 else tensors
+        forms = tuple(_empty(t) for t in tensors) if first else tensors
         device = next(t.device for t in (*params.values(), *forms))
         cast = forms[0].new_empty((0,), dtype=torch.bool) if cast is None else cast
         compute = source.compute_dtype(params, None if cast.dtype is torch.bool else cast.dtype, stage)
         leaves = [LeafForm(tuple(f.shape[1:]), f.dtype) for f in forms]
         code = source.codes(form, leaves, device, compute=compute, before=cache)[stage]
-        inputs = tuple(t.contiguous() for t in tensors) if stage == 0 else ()
+        inputs = tuple(t.contiguous() for t in tensors) if first else ()
+        if source.encoder in code.part.received and skips[source.encoder] is None:
+            raise StageError(
+                f"stage {stage}",
+                f"it reads what {source.tower} gives, in a microbatch without the encoder",
+                "name all microbatches that have something to encode, ppfunc.spread(..., microbatches=...)",
+            )
         received = tuple(t for a in code.part.received for t in (values if a == stage - 1 else skips[a]))
         _require_dtypes(received, code.dtypes, stage)
         whole = {**params, **{n: as_dtensor(params[n], layout) for n, layout in layouts.items()}}
@@ -343,8 +355,8 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
         sent, new_state, kept, result = code.run(
             weights, constants, tuple(state[n] for n in code.part.state), inputs, carried, received
         )
-        if last:
-            y = result
+        if last or encodes:
+            y = result if last else ()
         else:
             relayed = tree_map(_empty, with_constants(given)) if stage == 0 else with_constants(given)
             y = ((relayed, cast.to(compute or torch.bool)), sent.get(stage + 1, ()))

@@ -651,6 +651,8 @@ def tune(
         StageError, TypeError: as :func:`ppfunc.split`; arguments of other types.
     """
     require_type("model", model, torch.nn.Module | Split, "a module, or a model that was split")
+    if isinstance(model, Split) and model.encoder:
+        raise ValueError(f"model: got a split with the encoder {model.encoder}; split without encoder=")
     _require_options(model, loss_fn, optimizer, options)
     _require_lists(grids, schedules, shard, microbatch, remat, slices)
     builders = {name: find_builder(name) for name in schedules}
