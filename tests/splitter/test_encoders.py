@@ -73,7 +73,9 @@ SCHEDULE = pp.one_f_one_b(2, 4)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("at", [["layers.2"], 2])
+@pytest.mark.parametrize(
+    "at", [["layers.2"], 2, pp.parallel.partition_uniform(4, 2)], ids=["names", "number", "layers"]
+)
 def test_an_encoder_is_the_last_stage_and_reads_the_batch(frozen, at):
     model = Captioner(frozen).double()
     x, labels = batch(8)
