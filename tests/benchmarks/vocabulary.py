@@ -101,7 +101,7 @@ def main() -> None:
     model = pp.vocabulary_parallel([whole] * ranks + [head], [vocabulary // ranks] * ranks)
     share = [1.0] * ranks + [last / one / blocks] * ranks + [0.01]
     costs = pp.schedule.Costs(forward=share, backward=[2 * f for f in share], activation=share)
-    schedule = pp.schedule.with_parts(pp.one_f_one_b(ranks, m), costs=costs)
+    schedule = pp.with_parts(pp.one_f_one_b(ranks, m), lead=1, costs=costs)
     each = blocks // ranks
     evenly = {s: layers[s * each : (s + 1) * each] for s in range(ranks)}
     in_parts = model.stages, model.loss_fn, schedule, model.cut(evenly | {ranks: output}), labels

@@ -332,6 +332,7 @@ class LoweredStep(NamedTuple):
         stages: the stages of this process, by (stage of the schedule, microbatch).
         losses: form of the losses of the stages of this process, by stage of the schedule.
         drawing: the stages of the model, of this process, that are known to draw random numbers.
+        targeted: the stages of the schedule, of this process, that take the target of their microbatch.
     """
 
     schedule: Schedule
@@ -342,6 +343,7 @@ class LoweredStep(NamedTuple):
     stages: Mapping[Key, LoweredStage]
     losses: Mapping[int, LossPart]
     drawing: tuple[int, ...]
+    targeted: frozenset[int]
 
     def __repr__(self) -> str:
         return f"<lowered {self.spec.name}, {self.schedule!r}>"
@@ -469,8 +471,11 @@ def lower(
         if spec.frozen is not None and not spec.updates:  # a trainer warns when a state begins
             spec.frozen.warn_of_all(form.params)
     drawing = tuple(sorted({low.model_stage for low in lowered.values() if low.outline.random}))
+    targets = frozenset(stage for (stage, _), low in lowered.items() if low.call.function.targeted)
     losses = _losses(schedule, spec, lowered)
-    return LoweredStep(schedule, spec, form, pipeline.ranks, pipeline.order, lowered, losses, drawing)
+    return LoweredStep(
+        schedule, spec, form, pipeline.ranks, pipeline.order, lowered, losses, drawing, targets
+    )
 
 
 def stages_in_order(schedule: Schedule) -> Iterator[tuple[Flow, int, Sequence[int]]]:

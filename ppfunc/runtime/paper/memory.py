@@ -160,7 +160,6 @@ def _of_rank(step: LoweredStep, rank: int) -> LoweredStep:
 
 def _arguments(step: LoweredStep, rank: int) -> StepArguments:
     form, schedule = step.form, step.schedule
-    targeted = {stage for (stage, _), low in step.stages.items() if low.call.function.targeted}
     stages = schedule.model_stages_of(rank)
 
     def batch(rows: tuple[Signature, ...] | None, stage: int) -> list[Leaves]:
@@ -168,7 +167,7 @@ def _arguments(step: LoweredStep, rank: int) -> StepArguments:
 
     first, last = (
         min((schedule.model_stages[s] for s in some if schedule.placement[s] == rank), default=-1)
-        for some in (schedule.heads, targeted)
+        for some in (schedule.heads, step.targeted)
     )
     return StepArguments(
         {s: empty(form.params[s].leaves, form.devices[s]) for s in stages},
