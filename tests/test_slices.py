@@ -510,11 +510,15 @@ MISTAKES = {
         "inputs: got 6 microbatches, the schedule has 12",
     ),
     "a carry in one piece": (
-        lambda: _step()(PARAMS, *BATCH, carry={0: INPUTS}),
+        lambda: _step()(PARAMS, *BATCH, carry=dict.fromkeys(range(STAGES), INPUTS)),
         "of type Tensor, expected ppfunc.Microbatches of a tree for each of the 3",
     ),
+    "carries of some stages": (
+        lambda: _step()(PARAMS, *BATCH, carry={0: pp.microbatch(INPUTS, 3)}),
+        "carry: got the stages [0], this process runs [0, 1",
+    ),
     "carries of too few sequences": (
-        lambda: _step()(PARAMS, *BATCH, carry={0: pp.microbatch(INPUTS, 2)}),
+        lambda: _step()(PARAMS, *BATCH, carry=dict.fromkeys(range(STAGES), pp.microbatch(INPUTS, 2))),
         "carry[0]: got Microbatches(2 of float64[3,16,8]), expected ppfunc.Microbatches of a tree for each",
     ),
     "sequences in another number of slices": (
@@ -579,7 +583,7 @@ MISTAKES = {
         "stages[0]: got a function of ppfunc.per_sample_grad, which knows no carry",
     ),
     "a first carry of another form": (
-        lambda: _step()(PARAMS, *BATCH, carry={0: pp.microbatch(INPUTS, 3)}),
+        lambda: _step()(PARAMS, *BATCH, carry=dict.fromkeys(range(STAGES), pp.microbatch(INPUTS, 3))),
         "x = Carried(x=float64[2,4,8] no grad, carry=float64[2,16,8] no grad)",
     ),
 }  # fmt: skip

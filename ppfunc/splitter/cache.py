@@ -88,7 +88,8 @@ def cache_name(model: nn.Module, forms: Sequence[CallForm]) -> str:
             raise ValueError(
                 f"args: got the tensors {', '.join(given)}, expected the tokens alone with slices: a model"
                 " keeps no others for the next slice. Give shifted targets to the step, whose loss_fn reads"
-                " output.logits; padding at the end needs no mask, but targets that the loss ignores"
+                " output.logits; padding at the end needs no mask, but targets that the loss ignores, and"
+                " loss_weights by the number of targets of each slice that count"
             )
         if taken := [name for name in (names[0], "use_cache") if name in form.arguments()[1]]:
             raise ValueError(f"args: got {taken[0]}, which slices need to set; leave it out")

@@ -84,12 +84,12 @@ def split(
             ``seq1f1b``; the example has whole sequences. The model is called on each slice with the cache
             that it returned of the slice before, its argument ``past_key_values`` or ``cache_params``, as
             models of transformers have it; each stage carries the tensors of the cache that it makes. Tokens
-            are the only input. Steps may have other slices. The model is called on the first row of the
-            example, in one piece and slice by slice, and refused where values differ, as they do where a
-            cache keeps another window than the mask has; tensors on ``meta`` have none, and a model with
-            DTensors is not called: test a small one of its class. Gradients are not compared, but followed
-            through every tensor of the cache. By default the model is not sliced.
-
+            are the only input: shift targets before they are cut, since a loss that shifts inside loses a
+            token at the end of each slice. Steps may have other slices. The model is called on the first row
+            of the example, in one piece and slice by slice, and refused where values differ, as they do
+            where a cache keeps another window than the mask has; tensors on ``meta`` have none, and a model
+            with DTensors is not called: test a small model of its class. Gradients are not compared, but
+            followed through every tensor of the cache. By default the model is not sliced.
         encoder: name of a module that encodes a part of the inputs, such as the vision tower of a language
             model (``"model.visual"``, ``"model.vision_tower"``: see ``model.named_children()``). It is a
             further stage, the last, which ``at`` does not count: what the module computes, and all that this

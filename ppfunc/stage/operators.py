@@ -1,6 +1,6 @@
 """Tell the effects of operators of torch: writes, draws, communication; and count their operations."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -105,6 +105,11 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 # -- multiplications and additions: torch's formulas, and ours where torch has no formula
 
 
+def _of_heads(q: Sequence[int], *others: Sequence[int]) -> tuple[Sequence[int], ...]:
+    """Return the shapes of queries, keys and values, all with the heads of the queries."""
+    return q, *((b, q[1], *rest) for b, _, *rest in others)
+
+
 @cache
 def own_formulas() -> dict[Any, Any]:
     """Return the formulas of the operators that the registry of this torch lacks."""
@@ -116,11 +121,11 @@ def own_formulas() -> dict[Any, Any]:
             aten._scaled_dot_product_flash_attention_for_cpu,
             aten._scaled_dot_product_fused_attention_overrideable,
             aten._scaled_dot_product_attention_math_for_mps,
-        ): lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+        ): lambda q, k, v, *_, **__: sdpa_flop_count(*_of_heads(q, k, v)),
         (
             aten._scaled_dot_product_flash_attention_for_cpu_backward,
             aten._scaled_dot_product_fused_attention_overrideable_backward,
-        ): lambda gy, q, k, v, *_, **__: sdpa_backward_flop_count(gy, q, k, v),
+        ): lambda gy, q, k, v, *_, **__: sdpa_backward_flop_count(gy, *_of_heads(q, k, v)),
         (aten.linear, aten.mv, aten.dot, aten.vdot, aten._int_mm): (
             lambda a, *_, out_shape, **__: 2 * prod(out_shape) * a[-1]
         ),

@@ -198,7 +198,7 @@ def test_the_last_carry_is_the_first_of_the_next_step():
     with pytest.raises(
         StageError, match="carry of stage 0: got tuple, expected what an earlier step returned"
     ):
-        step(parts.params, *halved, carry={0: pp.Microbatches([(ids[:1],)] * 2 * SEQUENCES)})
+        step(parts.params, *halved, carry=dict.fromkeys(rows, pp.Microbatches([(ids[:1],)] * 2 * SEQUENCES)))
 
 
 def test_a_stage_may_have_a_state_beside_its_carry():

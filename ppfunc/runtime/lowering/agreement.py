@@ -323,9 +323,10 @@ def _call_terms(schedule: Schedule, steps: Sequence[StepArguments]) -> str:
         # A rank with the weights on its device leaves out none.
         if left_out := sum(len(step.left_out) for step in steps):
             weights += f", {left_out} left out"
+    carry = "; first carries given" if steps[0].carry else ""
     # Without what separates terms, or cannot be sent.
     name = schedule.name[:60].replace(";", ",").encode(errors="backslashreplace").decode()
     return (
         f"schedule {name} of {schedule.microbatches} microbatches ({schedule.digest[:8]}); loss weights"
-        f" {weights}; seed {steps[0].seed}"
+        f" {weights}; seed {steps[0].seed}{carry}"
     )

@@ -866,7 +866,8 @@ def read_arguments(
         raise ValueError(
             f"carry: got one, and stages of the schedule {schedule.name!r} have replicas; leave it out"
         )
-    require_trees("carry", carry, stages, some=True)
+    if carry:  # of all stages, since a stage left out would begin anew
+        require_trees("carry", carry, stages)
     _require_cut(raw, schedule)
     reader = _Reader({} if last is None else last.trees, m, abstract)
     params = {s: reader.read_detached(tree, f"params[{s}]") for s, tree in raw.params.items()}

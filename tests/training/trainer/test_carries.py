@@ -252,7 +252,7 @@ MISTAKES = {
     "none of a stage": (
         lambda trainer, state: trainer.steps(state, pieces(3)[:2], carry=_first(zeros())),
         lstm,
-        "carry[0]: got None for sequence 0, whose last carry is (float64[2,6], float64[2,6])",
+        "carry: got the stages [1, 2, 3], this process runs [0, 1, 2, 3]; give those",
     ),
     "of a stage elsewhere": (
         lambda trainer, state: trainer.step(state, *pieces(3)[0], carry={7: zeros()[0]}),
