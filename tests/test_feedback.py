@@ -181,3 +181,20 @@ def test_the_last_slice_sends_nothing_back():
     more = (Instruction(Op.RECV_F, 0, 3, 1),), (Instruction(Op.SEND_F, 1, 3, 0),)
     with pytest.raises(ScheduleError, match="the last slice of its sequence"):
         check(replace(lowered, programs=((*zero, more[0]), (*one, more[1]))))
+
+
+def test_values_that_lead_back_take_no_time_within_a_process():
+    """A value is there once it has been computed, however late its reader has its turn."""
+
+    def first(params, given, carry):
+        x, fed = given
+        return pp.Output(x if fed[1] is None else x + fed[1], carry=())
+
+    def last(params, x, carry):
+        return pp.Output(x, carry=(), skips={0: x})
+
+    run = pp.evaluate([first, last], None, decode(2, 6, 4), return_outputs=True)
+    params: dict = {0: (), 1: ()}
+    _, timeline = run.record(params, pp.microbatch(torch.ones(6, 4), 6, slices=4))
+    costs = timeline.costs()
+    assert [costs.of("communication", s) for s in (0, 1)] == [0, 0]

@@ -23,6 +23,7 @@ from ..values.buffers import Buffers, Origin, Tag
 _ROUNDS = 4  # of a handshake, each of which narrows down the offset
 
 Interval = tuple[float, float]  # start and end, in seconds
+_UNAWAITED: Interval = -inf, -inf
 
 
 class Recorder:
@@ -100,7 +101,10 @@ def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: Trans
 def _spans(
     schedule: Schedule, rank: int, places: Sequence[Origin], intervals: Sequence[Interval]
 ) -> list[Interval]:
-    """Return start and end of every instruction of a rank; of a SEND its posting, of a RECV the wait."""
+    """Return start and end of every instruction of a rank; of a SEND its posting, of a RECV the wait.
+
+    What is not waited for, as within a process, has been taken when it was sent.
+    """
     at: dict[tuple[int, Instruction | None], Interval] = {}
     waited: dict[Tag, Interval] = {}
     for place, (start, end) in zip(places, intervals, strict=True):
@@ -119,7 +123,7 @@ def _spans(
             if instruction.op in SENDS:
                 span = at.get((position, None), (now, now))
             elif instruction.op in COMMUNICATION:
-                span = waited.get(_tag(schedule, instruction), (now, now))
+                span = waited.get(_tag(schedule, instruction), _UNAWAITED)
             else:
                 parts = [
                     at[position, part]
@@ -141,15 +145,16 @@ def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]]) -> Ti
             if instruction.op in COMMUNICATION:
                 (sent if instruction.op in SENDS else taken)[_tag(schedule, instruction)] = span
     messages = {tag: (sent[tag][0], max(sent[tag][0], taken[tag][1])) for tag in sent}
-    origin = min(start for rows in spans.values() for start, _ in rows)
-    starts, ends = [], []
-    for rank in range(schedule.ranks):
-        rows = [
+    every = [
+        [
             messages[_tag(schedule, i)] if i.op in COMMUNICATION else span
             for i, span in zip(schedule.instructions(rank), spans[rank], strict=True)
         ]
-        starts.append([start - origin for start, _ in rows])
-        ends.append([end - origin for _, end in rows])
+        for rank in range(schedule.ranks)
+    ]
+    origin = min(start for rows in every for start, _ in rows)
+    starts = [[start - origin for start, _ in rows] for rows in every]
+    ends = [[end - origin for _, end in rows] for rows in every]
     return timeline_of(schedule, starts, ends, measured=True)
 
 
