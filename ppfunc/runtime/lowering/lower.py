@@ -357,7 +357,7 @@ class LoweredStep(NamedTuple):
         """List the parameters of this process that have several places."""
         return shared_leaves(self.schedule, self.ranks, self.form.params, self.spec.tied)
 
-    def parts_of(self, message: Instruction, flow: Dataflow) -> list[MessagePart]:
+    def message_parts(self, message: Instruction, flow: Dataflow) -> list[MessagePart]:
         """List the parts of the message of a SEND or RECV of this process, a part for each edge.
 
         Args:

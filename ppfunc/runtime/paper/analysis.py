@@ -202,7 +202,7 @@ def _stage_text(step: LoweredStep, stage: int) -> Iterator[str]:
 def _instruction_text(step: LoweredStep, flow: Dataflow, instruction: Instruction) -> str:
     if instruction.op not in COMMUNICATION:
         return str(instruction)
-    sent = [part for part in step.parts_of(instruction, flow) if not part.again]
+    sent = [part for part in step.message_parts(instruction, flow) if not part.again]
     return f"{instruction}({sum(leaf.nbytes for part in sent for leaf in part.leaves)} B)"
 
 

@@ -210,7 +210,7 @@ class _Binder:
         In one process each part is a transfer: the value is there once it has been computed.
         """
         op, stage, _, other, _, _ = instruction
-        parts = self._lowered.parts_of(instruction, self._flow)
+        parts = self._lowered.message_parts(instruction, self._flow)
         peer = self._flow.routes[op, stage, other].other
         device = self._lowered.form.devices[self._schedule.model_stages[stage]]
         for some in [[part] for part in parts] if peer in self._lowered.ranks else [parts]:
