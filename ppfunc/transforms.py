@@ -18,6 +18,7 @@ from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, graph
 from ppfunc.stage.signature import differentiable, flatten
 from ppfunc.stage.transforms import (
+    Dual,
     clipped_sum as clipped_sum,
     dual as dual,
     dual_loss,
@@ -230,26 +231,30 @@ def _paired(params: Any, tangents: Any) -> dict[int, tuple[Any, Any]]:
 def _moving(inputs: Any, tangents: Any) -> Any:
     """Pair a batch with its tangents, microbatch by microbatch if these are apart."""
     if not isinstance(inputs, Microbatches):
-        return None if inputs is None else _with_zeros(inputs, tangents, "inputs")
+        return None if inputs is None else Dual(*_with_zeros(inputs, tangents, "inputs"))
     rows = [None] * len(inputs) if tangents is None else tangents
     if not isinstance(rows, list | Microbatches) or len(rows) != len(inputs):
         got = f"{len(rows)} microbatches" if isinstance(rows, Microbatches) else type(rows).__name__
         raise ValueError(f"input_tangents: got {got}, expected {len(inputs)} microbatches, as the inputs are")
     return Microbatches(
-        _with_zeros(x, row, f"inputs[{i}]") for i, (x, row) in enumerate(zip(inputs, rows, strict=True))
+        Dual(*_with_zeros(x, row, f"inputs[{i}]"))
+        for i, (x, row) in enumerate(zip(inputs, rows, strict=True))
     )
 
 
 def _unmoved(inputs: Any) -> Any:
     """Pair the batch with empty tangents, in the form of the batch."""
     if isinstance(inputs, Microbatches):
-        return inputs.map(lambda x: (x, None))
-    return None if inputs is None else (inputs, None)
+        return inputs.map(lambda x: Dual(x, None))
+    return None if inputs is None else Dual(inputs, None)
 
 
 def _still(carry: Mapping[int, Any] | None) -> Mapping[int, Any]:
     """Pair first carries with empty tangents."""
-    return {stage: _unmoved(batch) for stage, batch in by_stage(carry or {}, "carry").items()}
+    return {
+        stage: tree.map(lambda x: (x, None)) if isinstance(tree, Microbatches) else tree
+        for stage, tree in by_stage(carry or {}, "carry").items()
+    }
 
 
 def _with_zeros(primal: Any, tangents: Any, name: str) -> tuple[Any, Any]:

@@ -332,7 +332,7 @@ def dual(fn: Stage, *, slope_alone: bool = False, carry: bool = False) -> Stage:
     if by := getattr(fn, WITHOUT_CARRY, "" if carry else "ppfunc.transforms.dual(carry=False)"):
         vars(stage)[WITHOUT_CARRY] = by
     vars(stage)[TARGETED] = getattr(fn, TARGETED, False)
-    return declaring(stage, Boundary.of(fn).map(lambda prefix: (prefix, prefix)))
+    return declaring(stage, Boundary.of(fn).map(lambda prefix: Dual(prefix, prefix)))
 
 
 def dual_loss(loss_fn: Loss, *, slope_alone: bool = False) -> Loss:
