@@ -25,6 +25,7 @@ from tests.clock import busy
 
 # Inductor would start processes that import torch, in each process that compiles a few kernels.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # sums of several threads have other bits
 # All that torch imports would be visited again and again: not before the tests, and not by the tests.
 gc.disable()
 # Programs run in Python unless a test, or who runs them, asks for C++: no test waits for a compiler.
