@@ -169,9 +169,12 @@ class _Attention(torch.autograd.Function):
         q, k, v, *past = map(_dense, given)
         bias = _bias(q, k, window)
         y, norm = _FLASH(q, k, v, is_causal=bias is None, attn_mask=bias, scale=scale)
+        wide = torch.promote_types(q.dtype, torch.float32)  # which torch 2.11 takes for float32 when traced
+        norm = norm.to(wide)
         for keys, values in zip(past[::2], past[1::2], strict=True):
             more, other = _FLASH(q, keys, values, scale=scale)
-            y = torch.lerp(y.to(norm.dtype), more.to(norm.dtype), (other - norm).sigmoid().unsqueeze(-1))
+            other = other.to(wide)
+            y = torch.lerp(y.to(wide), more.to(wide), (other - norm).sigmoid().unsqueeze(-1))
             norm = torch.logaddexp(norm, other)
         return y.to(q.dtype), norm
 
