@@ -8,7 +8,7 @@ a carry, the value of a microbatch is consumed by the next slice of the sequence
 slice before: such an input is shifted by a microbatch.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -136,16 +136,12 @@ class Dataflow:
         only.
         """
         return (not shift or self.schedule.joins(microbatch, shift)) and (
-            len(self.schedule.flows) == 1 or microbatch in self._numbers[origin]
+            len(self.schedule.flows) == 1 or microbatch in self.schedule.walked[origin]
         )
-
-    @cached_property
-    def _numbers(self) -> list[Container[int]]:
-        return [m if isinstance(m, range) else frozenset(m) for m in self.schedule.numbers]
 
     def always(self, stage: int, origin: int, shift: int = 0) -> bool:
         """Tell whether every microbatch of a stage has the input that it shares with the stage ``origin``."""
-        here, there = self.schedule.numbers[stage], self._numbers[origin]
+        here, there = self.schedule.numbers[stage], self.schedule.walked[origin]
         return not shift and (here is self.schedule.numbers[origin] or all(m in there for m in here))
 
     def sent(self, link: Link) -> Sequence[int]:

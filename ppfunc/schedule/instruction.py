@@ -23,8 +23,9 @@ One instruction as text, of which all that ``torch.distributed.pipelining`` can 
     cell        = elementary | "(" F ";" (B or I) ")OVERLAP_F_B"
     elementary  = STAGE OP [MICROBATCH] [">" PEER] ["@" SLOT]
 
-``>PEER`` names the stage at the other end of a message along a skip connection, ``@SLOT`` the buffer that
-holds the value. Numbers are decimal, without sign or leading zeros; there are no blanks.
+``>PEER`` names the stage at the other end of a message along a skip connection, or along one of several
+edges of a stage, ``@SLOT`` the buffer that holds the value. Numbers are decimal, without sign or leading
+zeros; there are no blanks.
 """
 
 import re
@@ -257,8 +258,8 @@ class Instruction(NamedTuple):
         stage: the stage it belongs to. A message is named by the stage that performs it:
             ``0SEND_F3`` meets ``1RECV_F3``.
         microbatch: the microbatch, or None for the instructions of a whole stage.
-        peer: stage at the other end of a message along a skip connection; None where
-            the other end is the stage's neighbour in its chain.
+        peer: stage at the other end of a message along a skip connection, or along one of several edges;
+            None where only one edge leads there, as in a chain.
         slot: the buffer that holds the value, once slots have been allocated.
         parts: forward and backward of an ``OVERLAP_F_B``, which run as one program;
             ``stage`` and ``microbatch`` then repeat those of the forward.

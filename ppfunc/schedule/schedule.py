@@ -139,6 +139,11 @@ class Schedule:
                 through[stage].append(flow.microbatches)
         return tuple(map(merged, through))
 
+    @cached_property
+    def walked(self) -> tuple[range | frozenset[int], ...]:
+        """Return the microbatches of every stage, to look numbers up in."""
+        return tuple(m if isinstance(m, range) else frozenset(m) for m in self.numbers)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """List the stages that ``rank`` holds, ascending."""
         require_index("rank", rank, self.ranks)

@@ -367,10 +367,10 @@ def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedu
             " (source, destination)"
         )
     flows = [{schedule.model_stages[s]: s for s in flow.stages} for flow in schedule.flows]
+    along = {pair for flow in schedule.flows for pair in flow.pairs}
     edges = []
     for source, destination in skips:
         pairs = [(of[source], of[destination]) for of in flows if {source, destination} <= of.keys()]
-        along = {pair for flow in schedule.flows for pair in flow.pairs}
         if not pairs or source == destination or not along.isdisjoint(pairs):
             raise ValueError(
                 f"skips: got {(source, destination)}, expected (source, destination), two stages of the model"

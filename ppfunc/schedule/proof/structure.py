@@ -1,6 +1,7 @@
 """Prove that a schedule is well formed: the right types, numbers in range, stages on their ranks."""
 
 from collections import Counter
+from collections.abc import Sequence
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -9,7 +10,7 @@ from ..errors import ScheduleError, require_schedule, schedule_error
 from ..instruction import COMMUNICATION, WHOLE_STAGE, Instruction, Op
 from ..schedule import Flow, Schedule
 
-Numbers = list[range | frozenset[int]]
+Numbers = Sequence[range | frozenset[int]]
 """By stage: the microbatches that go through it."""
 
 
@@ -26,9 +27,8 @@ def check_structure(schedule: Schedule) -> None:
     _check_replicas(schedule)
     _check_slices(schedule)
     _check_skips(schedule)
-    numbers = [m if isinstance(m, range) else frozenset(m) for m in schedule.numbers]
     for rank, program in enumerate(schedule.programs):
-        _check_program(schedule, rank, program, numbers)
+        _check_program(schedule, rank, program, schedule.walked)
     back = next((skip for skip in schedule.skips if schedule.shift(*skip)), None)
     if back and not schedule.forward_only:
         raise _plain(f"skip {back} leads back, to the next slice of a sequence: expected no backward")
@@ -88,7 +88,8 @@ def _check_flows(schedule: Schedule) -> None:
     for (_, stop), (start, _) in pairwise(spans):
         if start < stop:
             raise _plain(f"microbatch {start} is in two flows, expected it in one")
-    _check_common(schedule.flows)
+    if any(len(numbers) > 1 for numbers in flows_of):
+        _check_common(schedule.flows)
 
 
 def _check_flow(number: int, flow: Any) -> None:
@@ -129,15 +130,10 @@ def _check_edges(number: int, flow: Flow) -> None:
 
 def _check_common(flows: tuple[Flow, ...]) -> None:
     """Refuse flows that contradict each other in the stages that they share."""
-    of_stage: dict[int, list[int]] = {}
     after: dict[int, list[int]] = {}
-    for number, flow in enumerate(flows):
-        for stage in flow.stages:
-            of_stage.setdefault(stage, []).append(number)
+    for flow in flows:
         for a, b in pairwise(flow.stages):
             after.setdefault(b, []).append(a)
-    if all(len(numbers) == 1 for numbers in of_stage.values()):
-        return
     pairs = [frozenset(flow.pairs) for flow in flows]
     into = [Counter(b for _, b in of_flow) for of_flow in pairs]
     for number, flow in enumerate(flows):
@@ -199,6 +195,7 @@ def _check_slices(schedule: Schedule) -> None:
 def _check_skips(schedule: Schedule) -> None:
     flows = [{stage: place for place, stage in enumerate(flow.stages)} for flow in schedule.flows]
     along = {pair for flow in schedule.flows for pair in flow.pairs}
+    models = [{schedule.model_stages[stage] for stage in flow.stages} for flow in schedule.flows]
     seen = set()
     for skip in schedule.skips:
         if (
@@ -217,11 +214,10 @@ def _check_skips(schedule: Schedule) -> None:
                 " its neighbour what it needs in its output"
             )
         back = {at[destination] < at[source] for at in common}
-        model = schedule.model_stages
-        for flow in schedule.flows:
-            if source in flow.stages and model[destination] not in {model[s] for s in flow.stages}:
+        for at, model in zip(flows, models, strict=True):
+            if source in at and schedule.model_stages[destination] not in model:
                 raise _plain(
-                    f"skip {skip} leads out of the flow with the stages {flow.stages}: expected its end in it"
+                    f"skip {skip} leads out of the flow with the stages {(*at,)}: expected its end in it"
                 )
         if back == {True} and not schedule.slices:
             raise _plain(f"skip {skip} leads back, to the next slice of a sequence: expected slices")
