@@ -42,6 +42,14 @@ def block(params: dict[str, torch.Tensor], x: torch.Tensor, attend: Any) -> torc
     return x + nn.gelu(nn.layer_norm(x, x.shape[-1:]) @ params["up"]) @ params["down"]
 
 
+def new_blocks(count: int, d: int) -> list[dict[str, torch.Tensor]]:
+    """Draw the parameters of blocks of width d."""
+    sizes = {**dict.fromkeys(["q", "k", "v", "out"], (d, d)), "up": (d, 4 * d), "down": (4 * d, d)}
+    return [
+        {name: torch.randn(size) / size[0] ** 0.5 / 2 for name, size in sizes.items()} for _ in range(count)
+    ]
+
+
 def whole(params: list[dict[str, torch.Tensor]], x: torch.Tensor) -> torch.Tensor:
     """Run the blocks of a stage on whole sequences."""
     for of_block in params:
@@ -117,11 +125,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     n, k, d = options.sequences, options.slices, options.width
     torch.manual_seed(rank)
-    sizes = {**dict.fromkeys(["q", "k", "v", "out"], (d, d)), "up": (d, 4 * d), "down": (4 * d, d)}
-    blocks = [
-        {name: torch.randn(size) / size[0] ** 0.5 / 2 for name, size in sizes.items()}
-        for _ in range(options.blocks)
-    ]
+    blocks = new_blocks(options.blocks, d)
     params = {rank: blocks}
     torch.manual_seed(-1)
     batch = [torch.randn(n, options.tokens, d) for _ in range(2)]

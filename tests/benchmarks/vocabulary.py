@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as nn
 from memory import measured
-from slices import whole
+from slices import new_blocks, whole
 from step_time import bind_to_core
 from timing import add_foremost, foremost, in_turn, keep_freed_memory, report
 
@@ -69,10 +69,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     d, m, blocks, vocabulary = options.width, options.microbatches, options.blocks, options.vocabulary
     torch.manual_seed(0)
-    sizes = {**dict.fromkeys(["q", "k", "v", "out"], (d, d)), "up": (d, 4 * d), "down": (4 * d, d)}
-    layers: list[Any] = [
-        {name: torch.randn(size) / size[0] ** 0.5 / 2 for name, size in sizes.items()} for _ in range(blocks)
-    ]
+    layers = new_blocks(blocks, d)
     output = {"weight": torch.randn(vocabulary, d) / d**0.5}
     x = torch.randn(m, options.tokens, d)
     labels = torch.randint(vocabulary, x.shape[:2])
