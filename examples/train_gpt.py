@@ -188,8 +188,8 @@ def report(
     schedule = paper.schedule
     files = {
         "loss.csv": "".join(f"{step},{loss!r}\n" for step, loss in enumerate(result.losses)),
-        "schedule.svg": to_svg(schedule, paper),
-        "measured.svg": to_svg(measured.schedule, measured),
+        "schedule.svg": to_svg(paper),
+        "measured.svg": to_svg(measured),
         "loss.svg": loss_curve(
             result.losses, result.validations, f"Byte-level GPT, {schedule.name}, {schedule.ranks} ranks"
         ),

@@ -64,10 +64,10 @@ _TEXTS: dict[str, Callable[[Schedule], str]] = {
     "steps": to_steps,
     "json": to_json,
 }
-_PICTURES: dict[str, Callable[[Schedule, Timeline | None, int | None], str]] = {
-    "grid": lambda schedule, timeline, width: to_grid(schedule, timeline, width=width),
-    "svg": lambda schedule, timeline, width: to_svg(schedule, timeline, width=width),
-    "trace": lambda schedule, timeline, width: to_trace(schedule, timeline),
+_PICTURES: dict[str, Callable[[Schedule | Timeline, int | None], str]] = {
+    "grid": lambda schedule, width: to_grid(schedule, width=width),
+    "svg": lambda schedule, width: to_svg(schedule, width=width),
+    "trace": lambda schedule, width: to_trace(schedule),
 }
 _SUFFIXES = {
     "grid": (".txt",),
@@ -97,7 +97,7 @@ _TABLES = {"table": (".txt",), "svg": (".svg",), "json": (".json",)}
 _WRITERS: dict[str, Callable[[Plan], str]] = {
     "csv": lambda best: to_csv(best.schedule),
     "json": lambda best: to_json(best.schedule),
-    "svg": lambda best: to_svg(best.schedule, best.timeline),
+    "svg": lambda best: to_svg(best.timeline),
 }
 _NOT_PLANNED = ("overlapped", "unshard", "reduce_tied", "reduce_grad", "step")
 _NEEDED = {"recompute": "cap", "offload": "cap", "checkpoint": "recompute", "fetch": "offload"}
@@ -124,16 +124,20 @@ def _show(options: Options) -> tuple[int, str]:
     width = options.pop("width", None) if form in ("grid", "svg") else None
     if timeline and form == "grid" and not (width or costs):
         width = shutil.get_terminal_size((_WIDE, 0)).columns
-    if drawn and costs is not None:
-        timeline = simulate(schedule, costs)
     if for_torch:
         return 0, to_torch_csv(schedule)
-    messages = form != "svg" and not (form == "grid" and timeline)  # else there is no place for them
+    # An SVG and a grid in time have no place for messages, a trace of known times has no time for more.
+    in_time = drawn and (timeline is not None or costs is not None)
+    messages = form != "svg" and not (in_time and (form == "grid" or costs is None))
     if messages and options.pop("lowered", False):
         schedule = schedule if schedule.has_messages else place_communication(schedule)
     elif form == "csv":
         schedule = compute_only(schedule)
-    return 0, _PICTURES[form](schedule, timeline, width) if drawn else _TEXTS[form](schedule)
+    if not drawn:
+        return 0, _TEXTS[form](schedule)
+    if costs is not None:
+        timeline = simulate(schedule, costs)
+    return 0, _PICTURES[form](timeline or schedule, width)
 
 
 def _check(options: Options) -> tuple[int, str]:

@@ -358,14 +358,14 @@ def test_show_draws_names_and_files_with_costs(run, tmp_path):
     run("show", "1f1b", *SHAPE, "--format", "json", "--out", tmp_path / "1f1b.json")
     for source in (("1f1b", *SHAPE), (tmp_path / "1f1b.json",)):
         for given in (options, ("--costs", tmp_path / "costs.json")):
-            assert run("show", *source, *given) == (0, to_grid(schedule, timeline), "")
-            assert run("show", *source, *given, "--format", "svg") == (0, to_svg(schedule, timeline), "")
+            assert run("show", *source, *given) == (0, to_grid(timeline), "")
+            assert run("show", *source, *given, "--format", "svg") == (0, to_svg(timeline), "")
             assert run("show", *source, *given, "--format", "trace", "--out", tmp_path / "t.json") == (
                 0,
                 "",
                 "",
             )
-            assert (tmp_path / "t.json").read_text() == to_trace(schedule, timeline)
+            assert (tmp_path / "t.json").read_text() == to_trace(timeline)
             out = json.loads(run("simulate", *source, *given, "--json")[1])
             assert out["makespan"] == timeline.makespan and out["peak_activations"] == list(
                 timeline.peak_activations
@@ -376,14 +376,14 @@ def test_show_draws_names_and_files_with_costs(run, tmp_path):
 def test_a_trace_is_drawn_with_its_own_times(run, tmp_path):
     schedule = place_communication(one_f_one_b(4, 16))
     slow = simulate(schedule, Costs(forward=[1, 1, 2, 1], backward=[2, 2, 4, 2]))
-    (tmp_path / "trace.json").write_text(to_trace(schedule, slow))
+    (tmp_path / "trace.json").write_text(to_trace(slow))
     width = 160  # where there is no terminal
-    assert run("show", tmp_path / "trace.json") == (0, to_grid(schedule, slow, width=width), "")
+    assert run("show", tmp_path / "trace.json") == (0, to_grid(slow, width=width), "")
     narrow = run("show", tmp_path / "trace.json", "--width", 60)[1]
-    assert narrow == to_grid(schedule, slow, width=60)
-    assert run("show", tmp_path / "trace.json", "--format", "svg")[1] == to_svg(schedule, slow)
+    assert narrow == to_grid(slow, width=60)
+    assert run("show", tmp_path / "trace.json", "--format", "svg")[1] == to_svg(slow)
     assert run("show", tmp_path / "trace.json", "--forward", 2)[1] == to_grid(
-        schedule, simulate(schedule, Costs(forward=2))
+        simulate(schedule, Costs(forward=2))
     )
     assert json.loads(run("simulate", tmp_path / "trace.json", "--json")[1])["makespan"] == slow.makespan
     assert (
@@ -391,6 +391,16 @@ def test_a_trace_is_drawn_with_its_own_times(run, tmp_path):
         == simulate(schedule).makespan
     )
     assert run("check", tmp_path / "trace.json")[0] == 0
+
+
+def test_a_trace_has_messages_with_the_times_of_costs(run, tmp_path):
+    schedule = place_communication(one_f_one_b(4, 8))
+    given = ("show", "1f1b", *SHAPE, "--lowered", "--format", "trace")
+    assert run(*given)[1] == to_trace(schedule)
+    assert run(*given, "--forward", 2)[1] == to_trace(simulate(schedule, Costs(forward=2)))
+    (tmp_path / "trace.json").write_text(to_trace(one_f_one_b(4, 8)))
+    known = run("show", tmp_path / "trace.json", "--lowered", "--format", "trace")
+    assert known[0] and "--lowered changes nothing here" in known[2]
 
 
 def test_costs_of_the_stages_of_a_model_count_for_replicas(run):

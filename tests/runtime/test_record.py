@@ -58,7 +58,7 @@ def test_a_recorded_step_returns_what_a_step_does_and_a_timeline(name, engine):
     recorded, timeline = step.record(params, inputs, targets)
     assert same_bits(plain, recorded)
     require_possible(timeline, step.schedule)
-    assert "<svg" in pp.schedule.to_svg(step.schedule, timeline)
+    assert "<svg" in pp.schedule.to_svg(timeline)
     assert sum(timeline.idle) >= timeline.makespan * (1 - 1e-9)  # of two ranks, one runs at a time
 
 

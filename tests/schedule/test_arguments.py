@@ -139,7 +139,7 @@ def test_what_is_no_schedule_is_refused(name):
             "width = 'wide', expected an integer of at least 1",
         ),
         (
-            lambda: ps.to_trace(3, ps.simulate(GPIPE)),
+            lambda: ps.to_trace(3),
             ScheduleError,
             "of type int, expected a Schedule",
         ),

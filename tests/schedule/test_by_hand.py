@@ -20,6 +20,7 @@ from ppfunc.schedule import (
     single_chain,
     to_grid,
     to_svg,
+    to_trace,
 )
 
 
@@ -90,7 +91,6 @@ def test_a_wrong_one_is_refused_with_the_place():
             r"schedules: got '1f1b', expected a list of names and schedules, such as \['1f1b'\]",
         ),
         (lambda: compare_schedules(4, 8, [3]), "schedules: got 3 of type int, expected a list of names"),
-        (lambda: to_svg(gpipe(2, 2), Costs()), "timeline: got Costs.* of type Costs, expected a Timeline"),
     ],
 )
 def test_what_is_given_in_another_form_is_named(call, told):
@@ -98,13 +98,8 @@ def test_what_is_given_in_another_form_is_named(call, told):
         call()
 
 
-def test_a_timeline_of_another_schedule_is_named():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"timeline: got that of Schedule\('gpipe', ranks=2, stages=2, microbatches=3.*timeline.schedule"
-        ),
-    ):
-        to_grid(gpipe(2, 2), simulate(gpipe(2, 3)))
-    with pytest.raises(ScheduleError, match="of type str, expected a Schedule"):
-        to_grid("gpipe")
+@pytest.mark.parametrize("draw", [to_grid, to_svg, to_trace])
+@pytest.mark.parametrize("other", ["gpipe", 3, Costs()])
+def test_only_schedules_and_timelines_are_drawn(draw, other):
+    with pytest.raises(ScheduleError, match=f"of type {type(other).__name__}, expected a Schedule"):
+        draw(other)

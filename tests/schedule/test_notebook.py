@@ -66,7 +66,7 @@ def test_a_schedule_that_cannot_run_shows_its_steps():
 def test_a_timeline_shows_its_picture_and_its_figures():
     timeline = simulate(SMALL, Costs(forward=1, backward=[2, 2, 2, 4]))
     root = ElementTree.fromstring(timeline._repr_svg_())
-    assert timeline._repr_svg_() == to_svg(SMALL, timeline, width=960) != SMALL._repr_svg_()
+    assert timeline._repr_svg_() == to_svg(timeline, width=960) != SMALL._repr_svg_()
     assert root.tag.endswith("svg")
     assert shown(timeline) == str(timeline)
     assert str(timeline).splitlines() == [

@@ -137,7 +137,7 @@ def test_pictures_and_files_have_them():
     assert {Op.OFFLOAD, Op.FETCH, Op.RECOMPUTE} <= schedule.ops
     assert [*from_csv(to_csv(schedule)).instructions(1)] == [*schedule.instructions(1)]
     timeline = simulate(schedule, Costs(offload=1))
-    drawn, trace = to_svg(schedule, timeline), to_trace(schedule, timeline)
+    drawn, trace = to_svg(timeline), to_trace(timeline)
     for words in ("copy to the host", "copy from the host", "forward again"):
         assert words in drawn
     for words in ("copies to the host", "copies from the host", "1RECOMPUTE3"):

@@ -317,9 +317,7 @@ def test_costs_of_slices_reach_pairs_copies_and_pictures():
     each = [Costs(forward=1, recompute=3), Costs(forward=2, recompute=5)]
     assert simulate(moved, Costs(slices=each)).makespan == 3 + 8 + 2 + 2
     timeline = simulate(seq1f1b(2, 2, 2), Costs(slices=each))
-    widths = re.findall(
-        r'width="([\d.]+)" height="[\d.]+"[^>]*><title>0F[01]', to_svg(timeline.schedule, timeline)
-    )
+    widths = re.findall(r'width="([\d.]+)" height="[\d.]+"[^>]*><title>0F[01]', to_svg(timeline))
     assert len(set(widths)) == 2
 
 

@@ -29,8 +29,8 @@ def show_grid(schedule: Schedule, printer: Any, cycle: bool) -> None:
         printer.text("\n" + clipped(to_grid(schedule)))
 
 
-def picture(schedule: Schedule, timeline: "Timeline | None" = None) -> str | None:
-    """Draw the picture of a schedule, or of its timeline, for a notebook (``_repr_svg_``).
+def picture(schedule: "Schedule | Timeline") -> str | None:
+    """Draw the picture of a schedule, or of a timeline, for a notebook (``_repr_svg_``).
 
     Returns:
         None for a picture that would be too large, or a schedule that cannot run: the notebook then shows the
@@ -38,10 +38,11 @@ def picture(schedule: Schedule, timeline: "Timeline | None" = None) -> str | Non
     """
     from .svg import to_svg  # likewise
 
-    if sum(count for op, count in schedule.counts.items() if op in COMPUTE) > _MOST:
+    counts = (schedule if isinstance(schedule, Schedule) else schedule.schedule).counts
+    if sum(count for op, count in counts.items() if op in COMPUTE) > _MOST:
         return None
     try:
-        return to_svg(schedule, timeline, width=_COLUMN)
+        return to_svg(schedule, width=_COLUMN)
     except ScheduleError:  # saying what is wrong with it is the work of check
         return None
 

@@ -9,9 +9,9 @@ Instruction streams in the words of DeepSpeed name every instruction, step by st
 
 from collections.abc import Container
 from math import ceil, floor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ppfunc._checks import require_counts, require_type
+from ppfunc._checks import require_counts
 
 from ..costs import Costs
 from ..errors import ScheduleError, require_schedule
@@ -31,29 +31,15 @@ class Bar(NamedTuple):
     end: float
 
 
-def with_timeline(schedule: Any, timeline: Timeline | None) -> tuple[Schedule, Timeline | None]:
-    """Return the schedule and the timeline to draw, of arguments whose first may be a timeline alone.
-
-    Raises:
-        TypeError: it is no timeline.
-    """
-    expected = "a Timeline, as simulate(...) or step.record(...)[1] gives"
-    require_type("timeline", timeline, Timeline | None, expected)
-    alone = isinstance(schedule, Timeline) and timeline is None
-    return (schedule.schedule, schedule) if alone else (schedule, timeline)
-
-
-def to_grid(
-    schedule: Schedule | Timeline, timeline: Timeline | None = None, *, width: int | None = None
-) -> str:
-    """Return the grid of ``schedule``, one line per rank.
+def to_grid(schedule: Schedule | Timeline, *, width: int | None = None) -> str:
+    """Return the grid of a schedule, one line per rank.
 
     Every compute instruction takes one unit; but where backwards are split in their two parts or
     overlapped, a whole one takes two units and a pair three.
 
     Args:
-        schedule: the one to draw; or a timeline alone, which has its schedule.
-        timeline: start and end of every instruction, simulated or measured; the shortest one is the unit.
+        schedule: schedule, or a timeline of a schedule, simulated or measured, whose shortest instruction is
+            the unit.
         width: the most characters of a line. A longer grid on a scale of time is drawn smaller: an
             instruction has its name where that fits, else the letter of its kind, ``O`` for an overlapped
             pair, in every column.
@@ -70,11 +56,11 @@ def to_grid(
     rank 0  0F0 0F1  .  0I0 0W0 0I1 0W1
     rank 1   .  1F0 1I0 1F1 1I1 1W0 1W1
     """
-    schedule, timeline = with_timeline(schedule, timeline)
-    require_schedule(schedule)
+    if not isinstance(schedule, Timeline):
+        require_schedule(schedule)
     if width is not None:
         require_counts(width=width)
-    lines = _lines(schedule, timeline, width)
+    lines = _lines(schedule, width)
     longest = max(map(len, lines))
     if width is not None and longest > width:
         raise ValueError(
@@ -83,13 +69,13 @@ def to_grid(
     return "".join(line + "\n" for line in lines)
 
 
-def _lines(schedule: Schedule, timeline: Timeline | None, width: int | None) -> list[str]:
-    if timeline is not None:
-        return _in_time(bars_of(schedule, timeline), width)
+def _lines(schedule: Schedule | Timeline, width: int | None) -> list[str]:
+    if isinstance(schedule, Timeline):
+        return _in_time(bars_of(schedule), width)
     if schedule.ops <= COMPUTE:
         whole = None if schedule.ops & {Op.I, Op.W, Op.OVERLAP_F_B} else 1
         try:
-            return _in_time(bars_of(schedule, simulate(schedule, Costs(backward=whole))), width)
+            return _in_time(bars_of(simulate(schedule, Costs(backward=whole))), width)
         except ScheduleError:
             pass  # saying what is wrong with it is the work of check
     rows = [["+".join(map(str, step)) or "." for step in program] for program in schedule.programs]
@@ -175,26 +161,15 @@ def _labelled(lines: list[str]) -> list[str]:
     return [f"{f'rank {rank}'.ljust(margin)}  {line}".rstrip() for rank, line in enumerate(lines)]
 
 
-def bars_of(schedule: Schedule, timeline: Timeline, ops: Container[Op] = COMPUTE) -> list[list[Bar]]:
-    """Return the instructions of these kinds of every rank, in order, as ``timeline`` places them.
-
-    Raises:
-        ScheduleError: it is no schedule.
-        ValueError: the timeline is not that of this schedule.
-    """
-    require_schedule(schedule)
-    if list(map(len, timeline.starts)) != [sum(map(len, program)) for program in schedule.programs]:
-        raise ValueError(
-            f"timeline: got that of {timeline.schedule!r}, expected one of {schedule!r}; its own is"
-            " timeline.schedule"
-        )
+def bars_of(timeline: Timeline, ops: Container[Op] = COMPUTE) -> list[list[Bar]]:
+    """Return the instructions of these kinds of every rank, in order, as ``timeline`` places them."""
     return [
         [
             Bar(instruction, float(start), float(end))
-            for instruction, start, end in zip(schedule.instructions(rank), starts, ends, strict=True)
+            for instruction, start, end in row
             if instruction.op in ops
         ]
-        for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True))
+        for row in timeline.rows()
     ]
 
 

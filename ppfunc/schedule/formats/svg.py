@@ -16,11 +16,10 @@ from typing import NamedTuple
 
 from ppfunc._checks import require_index
 
-from ..errors import require_schedule
 from ..instruction import COMPUTE, KINDS, Kind, Op, Unit, parts_of
 from ..proof.timeline import Timeline, simulate
 from ..schedule import Schedule
-from .grid import Bar, bars_of, with_timeline
+from .grid import Bar, bars_of
 
 _WHOLE = [op for op, kind in KINDS.items() if kind.label and op not in COMPUTE]
 _THIN = 5.0  # pixels of the bar of a collective
@@ -71,36 +70,29 @@ class _Scale(NamedTuple):
         return self.row - 4
 
 
-def to_svg(
-    schedule: Schedule | Timeline,
-    timeline: Timeline | None = None,
-    *,
-    width: float | None = None,
-    edges: Iterable[int] = (),
-) -> str:
-    """Return the picture of ``schedule`` as the text of an SVG file.
+def to_svg(schedule: Schedule | Timeline, *, width: float | None = None, edges: Iterable[int] = ()) -> str:
+    """Return the picture of a schedule in time as the text of an SVG file.
+
+    Messages and loads take no space, nor does what takes no time.
 
     Args:
-        schedule: the one to draw; messages and loads take no space, nor does what takes no time. Or a
-            timeline alone, which has its schedule.
-        timeline: start and end of every instruction, simulated or measured (see
-            :func:`~ppfunc.schedule.proof.timeline.timeline_of`); by default simulated with the default costs.
+        schedule: schedule, which is simulated with the default costs; or a timeline of a schedule, simulated
+            or measured (see :func:`~ppfunc.schedule.proof.timeline.timeline_of`).
         width: width of the picture, in pixels from 960 to 100000; by default such that most bars have room
             for their number, at most 1600.
         edges: the microbatches whose edges are drawn, forward and back, as lines from the instruction that
             makes a value to the instructions that take it; none by default.
 
     Raises:
-        TypeError, ValueError: a width out of range, a timeline of another schedule, or a microbatch that does
-            not exist.
+        ScheduleError: ``schedule`` is no schedule.
+        ValueError: a width out of range, or a microbatch that does not exist.
     """
-    schedule, timeline = with_timeline(schedule, timeline)
-    require_schedule(schedule)
+    timeline = schedule if isinstance(schedule, Timeline) else simulate(schedule)
+    units = "units of its costs" if timeline is schedule else "F, I and W take 1 each"
+    schedule = timeline.schedule
     if width is not None:
         require_width(width, 960)
-    units = "F, I and W take 1 each" if timeline is None else "units of its costs"
-    timeline = simulate(schedule) if timeline is None else timeline
-    rows, whole = bars_of(schedule, timeline), bars_of(schedule, timeline, _WHOLE)
+    rows, whole = bars_of(timeline), bars_of(timeline, _WHOLE)
     makespan = float(timeline.makespan)
     across = _across(schedule, rows, makespan) if width is None else width - _LEFT - _RIGHT
     timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}

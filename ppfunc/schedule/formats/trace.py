@@ -22,7 +22,7 @@ from ..json import load, read, read_schedule_at, simple, to_json
 from ..proof.structure import check_structure
 from ..proof.timeline import Timeline, simulate, timeline_of
 from ..schedule import Schedule
-from .grid import Bar, bars_of, with_timeline
+from .grid import Bar, bars_of
 
 _TraceEvent = dict[str, Any]
 _KEY = "ppfunc"
@@ -46,29 +46,25 @@ _UNITS = list(_TRACKS)
 _BESIDE = [op for op, kind in KINDS.items() if kind.unit in _TRACKS and op not in COMPUTE]
 
 
-def to_trace(schedule: Schedule | Timeline, timeline: Timeline | None = None) -> str:
-    """Return the trace of ``schedule`` as JSON text.
+def to_trace(schedule: Schedule | Timeline) -> str:
+    """Return the trace of a schedule in time as JSON text.
 
     One unit of a simulated timeline is a millisecond there; measured times are seconds, and stay so.
 
     Args:
-        schedule: schedule that ran, or would run; or a timeline alone, which has its schedule.
-        timeline: start and end of every instruction, simulated or measured (see
-            :func:`~ppfunc.schedule.proof.timeline.timeline_of`); by default simulated with the default costs.
+        schedule: schedule, which is simulated with the default costs; or a timeline of a schedule, simulated
+            or measured (see :func:`~ppfunc.schedule.proof.timeline.timeline_of`).
 
     Raises:
-        TypeError, ValueError: the timeline is that of another schedule.
+        ScheduleError: ``schedule`` is no schedule.
     """
-    schedule, timeline = with_timeline(schedule, timeline)
-    timeline = simulate(schedule) if timeline is None else timeline
+    timeline = schedule if isinstance(schedule, Timeline) else simulate(schedule)
+    schedule = timeline.schedule
     microseconds = 1e6 if timeline.measured else 1000.0
-    rows = [
-        [_Slice.of(rank, bar, microseconds) for bar in row]
-        for rank, row in enumerate(bars_of(schedule, timeline))
-    ]
+    rows = [[_Slice.of(rank, bar, microseconds) for bar in row] for rank, row in enumerate(bars_of(timeline))]
     bars = (
         _Slice.of(rank + schedule.ranks * _UNITS.index(KINDS[bar.instruction.op].unit), bar, microseconds)
-        for rank, row in enumerate(bars_of(schedule, timeline, _BESIDE))
+        for rank, row in enumerate(bars_of(timeline, _BESIDE))
         for bar in row
         if bar.end > bar.start
     )
@@ -79,9 +75,7 @@ def to_trace(schedule: Schedule | Timeline, timeline: Timeline | None = None) ->
         *_arrows(schedule, rows),
     ]
     lines = ",\n".join(json.dumps(event) for event in events)
-    return (
-        f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n],\n"{_KEY}": {_data(schedule, timeline)}}}\n'
-    )
+    return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n],\n"{_KEY}": {_data(timeline)}}}\n'
 
 
 def from_trace(trace: str | dict[str, Any]) -> Timeline:
@@ -96,7 +90,7 @@ def from_trace(trace: str | dict[str, Any]) -> Timeline:
 
     >>> from ppfunc.schedule import gpipe, simulate
     >>> timeline = simulate(gpipe(ranks=2, microbatches=2))
-    >>> from_trace(to_trace(timeline.schedule, timeline)) == timeline
+    >>> from_trace(to_trace(timeline)) == timeline
     True
     """
     document = load(trace) if isinstance(trace, str) else trace
@@ -114,14 +108,14 @@ def from_trace(trace: str | dict[str, Any]) -> Timeline:
     return replace(timeline, peak_activations=peaks)
 
 
-def _data(schedule: Schedule, timeline: Timeline) -> str:
+def _data(timeline: Timeline) -> str:
     def numbers(values: Any) -> list[Any]:
         return [value if isinstance(value, int) else float(value) for value in values]
 
     starts, ends = (json.dumps([numbers(row) for row in rows]) for rows in (timeline.starts, timeline.ends))
     peaks = json.dumps(numbers(timeline.peak_activations))
     return (
-        f'{{"schedule": {to_json(schedule).strip()},\n"starts": {starts},\n"ends":'
+        f'{{"schedule": {to_json(timeline.schedule).strip()},\n"starts": {starts},\n"ends":'
         f' {ends},\n"peak_activations": {peaks},\n"measured": {json.dumps(timeline.measured)}}}'
     )
 

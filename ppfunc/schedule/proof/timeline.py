@@ -371,7 +371,7 @@ class Timeline:
     _repr_pretty_ = show_table
 
     def _repr_svg_(self) -> str | None:
-        return self.schedule._repr_svg_(self)
+        return Schedule._repr_svg_(self)
 
     def rows(self) -> Iterator[Iterator[tuple[Instruction, Time, Time]]]:
         """Iterate over the ranks, and the instructions of each with their start and end."""
