@@ -1,0 +1,7 @@
+"""Run pipelines within the trainers of other libraries. Nothing of these is imported before its module is.
+
+======================================  ============================================================
+``ppfunc.integrations.transformers``    ``PipelineTrainer``, a ``Trainer`` of Hugging Face
+``ppfunc.integrations.torchtitan``      an object for ``pipelining_fn`` of torchtitan
+======================================  ============================================================
+"""
