@@ -30,8 +30,9 @@ from ppfunc._checks import naming_arguments, require_counts, require_index
 
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
+from ..dataflow import Dataflow
 from ..errors import require_schedule
-from ..instruction import COMMUNICATION, F, I, Instruction, Op, W, elementary, microbatch_of
+from ..instruction import COMMUNICATION, F, Instruction, Op, elementary, microbatch_of
 from ..passes.rewrite import compute_only
 from ..proof.structure import check_structure
 from ..schedule import Flow, Schedule
@@ -40,6 +41,7 @@ _Words = Sequence[Sequence[Instruction]]  # the order of each rank; none where n
 _Order = tuple[_Words, Sequence[Number]]  # with the memory of each rank
 _Arcs = list[tuple[Number, Number]]  # start and length of each
 _ROUNDING = 2.0**-30  # share of a sum of floats
+_BACKWARDS: dict[Op, tuple[Op, ...]] = {Op.B: (Op.B,), Op.I: (Op.I, Op.W)}
 
 
 class _Work(NamedTuple):
@@ -102,7 +104,8 @@ def arrange(
         ScheduleError: flows or skips that are no graph of the stages.
         ValueError: a cap below the activations of one microbatch, or costs for another number of stages.
     """
-    backward, costs = Op.I if apart else Op.B, Costs(weight_share=1) if costs is None else costs
+    backward = _BACKWARDS[Op.I if apart else Op.B]
+    costs = Costs(weight_share=1) if costs is None else costs
     rows: list[list[tuple[Instruction, ...]]] = [[] for _ in range(1 + max(placement, default=0))]
     for stage, microbatch in (pair for flow in flows for pair in product(flow.stages, flow.microbatches)):
         for rank in placement[stage : stage + 1]:
@@ -276,8 +279,8 @@ def _grown(base: Schedule, draft: Schedule, costs: Costs, lead: int, free: Seque
         free: stages whose memory does not count.
     """
     words = [elementary(program) for program in base.programs]
-    ops = {(job.stage, job.microbatch): job.op for word in words for job in word if job.op in (Op.B, Op.I)}
-    usual = next((op for op in (Op.B, Op.I) if op in base.ops), None)
+    ops = {job[1:3]: _BACKWARDS[job.op] for word in words for job in word if job.op in _BACKWARDS}
+    usual = next((kinds for op, kinds in _BACKWARDS.items() if op in base.ops), ())
     costs = require_costs(costs).of_stages(draft.model_stages)
     work = _work_of(draft, costs, lambda *place: ops.get(place, usual), free)
     caps = work.peaks(words)
@@ -293,26 +296,27 @@ def _grown(base: Schedule, draft: Schedule, costs: Costs, lead: int, free: Seque
 
 
 def _work_of(
-    draft: Schedule, costs: Costs, backward: Callable[[int, int], Op | None], free: Sequence[int] = ()
+    draft: Schedule, costs: Costs, backward: Callable[[int, int], tuple[Op, ...]], free: Sequence[int] = ()
 ) -> _Work:
-    """Collect the instructions of a schedule; ``backward`` gives B or I of a stage and a microbatch."""
+    """Collect the instructions of a schedule.
+
+    Args:
+        backward: a function of a stage and a microbatch that gives B, or I and W, or nothing.
+        free: stages whose memory does not count.
+    """
     costs.fitting(draft.stages)
-    latencies = {
-        (a, b): costs.message_of(a) if draft.placement[a] != draft.placement[b] else 0
-        for edge in draft.edges
-        for a, b in (edge, edge[::-1])
-    }
+    dataflow, home = Dataflow(draft), draft.placement
     needs: dict[Instruction, dict[Instruction, Number]] = {}
     for flow in draft.flows:
-        edges = (*flow.pairs, *(skip for skip in draft.skips if {*skip} <= {*flow.stages}))
         for m, stage in product(flow.microbatches, flow.stages):
-            needs[F(stage, m)] = {F(a, m): latencies[a, b] for a, b in edges if b == stage}
-            if op := backward(stage, m):
-                after = [(b, backward(b, m)) for a, b in edges if a == stage]
-                waits = {Instruction(of, b, m): latencies[b, stage] for b, of in after if of}
-                needs[Instruction(op, stage, m)] = {F(stage, m): 0, **waits}
-                if op is Op.I:
-                    needs[W(stage, m)] = {I(stage, m): 0}
+            for kind in (Op.F, *backward(stage, m)):
+                needs[Instruction(kind, stage, m)] = {
+                    Instruction(backward(maker, m)[0] if value % 2 else Op.F, maker, m): (
+                        costs.message_of(maker) if home[maker] != home[stage] else 0
+                    )
+                    for value, maker, _ in dataflow.needs[kind, stage]
+                    if dataflow.takes(m, maker)
+                }
     codes: dict[tuple[Op, int], list[Instruction]] = {}
     for job in sorted(needs, key=microbatch_of):
         codes.setdefault(job[:2], []).append(job)
