@@ -111,7 +111,8 @@ def vocabulary_cross_entropy(
         if z_loss:
             losses = losses + z_loss * normaliser.square()
         counts = labels != ignore_index
-        weights = counts.to(losses.dtype) if weights is None else torch.where(counts, weights, 0.0)
+        weights = counts if weights is None else torch.where(counts, weights, 0)
+        weights = weights.to(losses.dtype)  # a sum in their own dtype may be off
         total = (losses * weights).sum()
         return total / weights.sum() if reduction == "mean" else total
 
@@ -147,7 +148,7 @@ class _Picked(torch.autograd.Function):
 
 def _labels_and_weights(target: Any, shape: torch.Size) -> tuple[Tensor, Tensor | None]:
     labels, weights = target if isinstance(target, tuple) and len(target) == 2 else (target, None)
-    if not isinstance(labels, Tensor) or labels.is_floating_point():
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dtype is torch.bool:
         raise TypeError(
             f"target: got {shown(target)}, expected labels, a tensor of integers, or (labels, weights)"
         )
@@ -157,7 +158,7 @@ def _labels_and_weights(target: Any, shape: torch.Size) -> tuple[Tensor, Tensor 
                 f"{name}: got the shape {list(tensor.shape)}, expected {list(shape)}, of the tokens of the"
                 " logits"
             )
-    return labels, weights
+    return labels.long(), weights  # bytes cannot hold numbers of a large vocabulary, and index as masks
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,6 +111,22 @@ def test_an_encoder_in_the_bubbles_and_an_output_layer_in_parts_are_exact(schedu
         torch.testing.assert_close(grads[k]["w"], grad, rtol=0, atol=1e-12)
 
 
+def test_results_of_copies_are_in_the_order_of_their_microbatches():
+    """Copies 1 and 2 of the last stage have every other microbatch."""
+    flows = Flow((0, 2), (0, 3)), Flow((0, 1), range(1, 3))
+    schedule = in_order((0, 0, 1), flows, replicas=((1, 2),))
+
+    def last(w, x):
+        return pp.Output(w * x, metrics={"sum": (w * x).sum()})
+
+    x = torch.arange(4.0)
+    stages, loss_fn = [lambda w, x: w * x, last], lambda y, t: (y.sum(), {"target": t})
+    step = pp.value_and_grad(stages, loss_fn, schedule, has_aux=True, return_outputs=True)
+    result = step({0: torch.tensor(2.0), 1: torch.tensor(3.0)}, x, x)
+    assert result.outputs.tolist() == result.aux.metrics[1]["sum"].tolist() == (6 * x).tolist()
+    assert result.aux.loss["target"].flatten().tolist() == x.tolist()
+
+
 @given(SEEDS)
 def test_a_rank_is_sent_what_it_lacks_and_nothing_twice(seed):
     schedule = place_communication(random_graph(random.Random(seed)))

@@ -157,6 +157,18 @@ def test_bfloat16_has_statistics_in_float32():
     near(loss, whole(params, ids, labels), 1e-6)
 
 
+def test_labels_and_weights_may_be_narrow():
+    """Bytes do not hold the numbers of a large vocabulary, nor bfloat16 a sum of weights."""
+    loss, rows = pp.vocabulary_cross_entropy(), 400
+    logits, weights = normal(200, rows), torch.ones(200, dtype=torch.bfloat16)
+    weights[::3] = 0.7
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32):
+        labels = torch.arange(200).remainder(127).to(dtype)
+        parts = tuple(loss.partial(logits[:, a : a + 200], (labels, weights), a, rows) for a in (0, 200))
+        wanted = whole_loss(logits, (labels.long(), weights.double()))
+        near(loss.join(parts, (labels, weights)), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_keeps_its_logits_once(dtype):
     """In float32, with a few numbers for each token."""
@@ -210,6 +222,9 @@ REFUSED = {
     "label_smoothing": lambda: pp.vocabulary_cross_entropy(label_smoothing=1.5),
     "reduction": lambda: pp.vocabulary_cross_entropy(reduction="none"),
     "labels, a tensor of integers": lambda: run_with(torch.zeros(3, 5)),
+    "target: got .*, expected labels, a tensor of integers, or": lambda: run_with(
+        torch.zeros(3, 5, dtype=torch.bool)
+    ),
     r"labels: got the shape \[3, 1\], expected \[3, 5\]": lambda: run_with(batch()[1][:, :1]),
     r"weights: got the shape \[3\]": lambda: run_with((batch()[1], torch.ones(3))),
     "expected one tensor, the logits": lambda: run_with(batch()[1], lambda p, h: layer(p, h).flatten()),

@@ -93,6 +93,12 @@ FAULTS = {
         (Flow((0, 1, 3, 2), range(1), ((0, 1), (1, 2))), Flow((0, 1, 2), range(1, 2))),
         skips=((0, 3),),
     ),
+    "skips (0, 3) and (1, 3) of one flow have copies of one stage": in_order(
+        (0, 0, 0, 0), (Flow((0, 1, 2, 3), range(1)),), ((0, 3), (1, 3)), ((0, 1),)
+    ),
+    "skips (0, 2) and (0, 3) of one flow have copies of one stage": in_order(
+        (0, 0, 0, 0), (Flow((0, 1, 2, 3), range(1)),), ((0, 2), (0, 3)), ((2, 3),)
+    ),
     "flow 2 has microbatches up to 999999999999999, and there are fewer": replace(
         DEALT, flows=(*DEALT.flows[:2], Flow((0, 1), range(4, 10**15)))
     ),

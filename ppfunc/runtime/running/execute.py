@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, reduce
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -389,8 +390,8 @@ def _rows(lowered: LoweredStep, buffers: Buffers, stages: Sequence[int], name: s
     Args:
         name: field of :class:`LoweredStage`, an item of ``_KEPT``.
     """
-    numbers = lowered.schedule.numbers
-    keys = [(stage, m) for stage in stages for m in numbers[stage] if (stage, m) in lowered.stages]
+    # Copies of a stage may have every other microbatch.
+    keys = sorted((key for key in lowered.stages if key[0] in stages), key=itemgetter(1))
     rows, number = list[Any](), _KEPT.index(name)
     for kept in (*buffers.kept_before, buffers.kept):
         for key in keys:

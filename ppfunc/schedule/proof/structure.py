@@ -224,6 +224,18 @@ def _check_skips(schedule: Schedule) -> None:
         if skip in seen:
             raise _plain(f"skip {skip} is there twice, expected each once")
         seen.add(skip)
+    for at in flows:
+        named: dict[tuple[int, int, bool], tuple[int, int]] = {}
+        for a, b in schedule.skips:
+            if a in at and b in at:
+                model = schedule.model_stages
+                for name in ((model[a], b, True), (a, model[b], False)):
+                    if name in named:
+                        raise _plain(
+                            f"skips {named[name]} and {(a, b)} of one flow have copies of one stage of the"
+                            " model at an end, and a stage has one value by that name: expected one skip"
+                        )
+                    named[name] = a, b
 
 
 def _check_program(schedule: Schedule, rank: int, program: tuple, numbers: Numbers) -> None:
