@@ -166,11 +166,11 @@ class VocabularyParallel:
     """Stages whose output layer is cut into parts.
 
     Args:
-        stages: the functions: the stages before the output layer, its parts, and the stage that joins their
-            statistics, which has no parameters.
+        stages: the functions: the stages before the output layer, its parts, the stage that joins their
+            statistics, which has no parameters, and the encoder, if the split has one.
         edges: the edges of the ``Flow`` of a schedule: each part takes the hidden state. None for a chain,
             where there is one part.
-        skips: the skips of a split.
+        skips: the skips of a split, for :func:`ppfunc.with_skips`.
         tied: ``{name: ((stage, name), ...)}``, the tied parameters, for the ``tied`` of a step or a trainer.
         loss_fn: the loss function of a step or a trainer: it joins the statistics of the parts.
     """
@@ -180,12 +180,9 @@ class VocabularyParallel:
     skips: tuple[tuple[int, int], ...]
     tied: dict[str, tuple[tuple[int, str], ...]]
     loss_fn: Loss
+    _head: int = field(repr=False)  # the number of the output layer, and of its first part
     _sizes: tuple[int, ...] = field(repr=False)
     _also_cut: Mapping[int, tuple[str, ...]] = field(repr=False)  # leaves that are tied with the output layer
-
-    @property
-    def _head(self) -> int:
-        return len(self.stages) - len(self._sizes) - 1
 
     def cut(self, params: Mapping[int, Any]) -> dict[int, Any]:
         """Cut the parameters of whole stages, or a tree of their form.
@@ -203,14 +200,18 @@ class VocabularyParallel:
         Raises:
             ValueError: a leaf has another number of rows than the vocabulary, or is a DTensor.
         """
-        trees = {stage: self._with_cut(stage, tree, self._parts) for stage, tree in params.items()}
+        more = len(self._sizes)
+        trees = {
+            stage + more * (stage > self._head): self._with_cut(stage, tree, self._parts)
+            for stage, tree in params.items()
+        }
         if self._head in trees:
             whole = trees.pop(self._head)
             leaves, treedef = tree_flatten(whole)
             names = (f"params[{self._head}] {name!r}" for name in names_in(treedef))
             each = zip(*map(self._parts, leaves, names), strict=True)
             trees |= {self._head + n: treedef.unflatten(part) for n, part in enumerate(each)}
-            trees[self._head + len(self._sizes)] = ()
+            trees[self._head + more] = ()
         return trees
 
     def join(self, params: Mapping[int, Any]) -> dict[int, Any]:
@@ -225,8 +226,10 @@ class VocabularyParallel:
         Raises:
             ValueError: some of the parts are missing.
         """
-        parts = range(self._head, self._head + len(self._sizes))
-        trees = {s: self._with_cut(s, tree, _joined) for s, tree in params.items() if s < self._head}
+        more = len(self._sizes)
+        parts = range(self._head, self._head + more)
+        others = {s - more * (s > self._head): s for s in params if s not in (*parts, parts.stop)}
+        trees = {stage: self._with_cut(stage, params[s], _joined) for stage, s in others.items()}
         if missing := [n for n in parts if n not in params and not params.keys().isdisjoint(parts)]:
             raise ValueError(
                 f"params: got the stages {[*params]}, and stage {missing[0]} is missing; give all parts of"
@@ -287,18 +290,20 @@ def vocabulary_parallel(
     layer, but for the order of sums. With stages 0 to n, the last of which is the output layer, and p parts,
     the parts are the stages n to n + p - 1, and the join is stage n + p::
 
-        split = pp.split(model, args, at=[..., "lm_head"])
+        split = pp.split(model, args, at=4, output="lm_head")
         model = pp.vocabulary_parallel(split, 4, pp.vocabulary_cross_entropy(z_loss=1e-4))
         schedule = pp.with_parts(pp.one_f_one_b(ranks=4, microbatches=8))
         step = pp.value_and_grad(model.stages, model.loss_fn, schedule, tied=model.tied)
         loss, grads = step(model.cut(split.params), inputs, labels)
         split.put_back(model.join(params))
 
+    The encoder of a split is the stage after the join, for ``pp.spread(pp.with_parts(...))``.
+
     Args:
         stages: functions, the last of which is the output layer, ``fn(params, hidden) -> logits``. All leaves
             of its parameters have the vocabulary as axis 0, and each logit depends on its own row alone, as
             in ``cap * tanh(linear(hidden, weight, bias) / cap)``. Or a :class:`ppfunc.Split` whose last stage
-            begins at the output layer.
+            begins at the output layer, as ``pp.split(..., output=)`` makes it.
         parts: the number of parts, of nearly equal sizes, for a split; or the rows of each part, ints.
         loss: the loss of logits in parts, by default ``pp.vocabulary_cross_entropy()``; of your own, a pair
             of functions ``(partial, join)``, see :class:`ppfunc.vocabulary.VocabularyLoss`.
@@ -317,44 +322,53 @@ def vocabulary_parallel(
     ([(3, 4), (2, 4)], ((0, 1), (0, 2), (1, 3), (2, 3)))
     """
     functions: tuple[Stage | None, ...]
+    skips: tuple[tuple[int, int], ...] = ()
+    encoders = 0
     if isinstance(stages, Split):
         if tied is not None:
             raise ValueError("tied: got ties beside a split, which has its own; leave it out")
         functions, tied, skips, rows = stages.stages, stages.tied, stages.skips, stages.output_rows()
+        encoders = int(bool(stages.encoder))
     else:
-        functions, tied, skips, rows = tuple(stages), tied or {}, (), None
+        functions, tied, rows = tuple(stages), tied or {}, None
     sizes = _sizes(parts, rows)
     loss = VocabularyLoss(*(loss or vocabulary_cross_entropy()))
-    head, join, total = len(functions) - 1, len(functions) - 1 + len(sizes), sum(sizes)
+    head = len(functions) - 1 - encoders
+    join, total = head + len(sizes), sum(sizes)
+    number = [*range(head + 1), *range(join + 1, join + 1 + encoders)]  # of each stage that is given
     ties: dict[str, tuple[tuple[int, str], ...]] = {}
     also_cut: dict[int, tuple[str, ...]] = {}
     for name, places in tied.items():
         if all(stage != head for stage, _ in places):
-            ties[name] = tuple((stage, leaf) for stage, leaf in places)
+            ties[name] = tuple((number[stage], leaf) for stage, leaf in places)
             continue
         for n in range(len(sizes)):
             ties[f"{name}.{n}"] = tuple(
-                (head + n, leaf) if stage == head else (stage, f"{leaf}.{n}") for stage, leaf in places
+                (head + n, leaf) if stage == head else (number[stage], f"{leaf}.{n}")
+                for stage, leaf in places
             )
         for stage, leaf in places:
             if stage != head:
                 also_cut[stage] = (*also_cut.get(stage, ()), leaf)
+    others = [_taking_parts(fn, also_cut.get(stage, ())) for stage, fn in enumerate(functions)]
     starts = accumulate(sizes[:-1], initial=0)
     chain = [(a, a + 1) for a in range(head - 1)]
     into = [(head - 1, head + n) for n in range(len(sizes))] if head else []
     return VocabularyParallel(
         (
-            *(_taking_parts(fn, also_cut.get(stage, ())) for stage, fn in enumerate(functions[:-1])),
+            *others[:head],
             *(
-                _part(functions[-1], loss, start, size, total)
+                _part(functions[head], loss, start, size, total)
                 for start, size in zip(starts, sizes, strict=True)
             ),
             _together if len(sizes) > 1 else _alone,
+            *others[head + 1 :],
         ),
         (*chain, *into, *((head + n, join) for n in range(len(sizes)))) if len(sizes) > 1 else None,
-        skips,
+        tuple((number[a], number[b]) for a, b in skips),
         ties,
         loss.join,
+        head,
         sizes,
         also_cut,
     )

@@ -328,7 +328,7 @@ def test_a_layer_that_draws_is_refused():
 
 
 def test_a_split_that_is_cut_elsewhere_is_refused():
-    with pytest.raises(pp.StageError, match="cut at the output layer"):
+    with pytest.raises(pp.StageError, match="name the output layer"):
         pp.vocabulary_parallel(split_of(LanguageModel(), ["layers.1"]), 2)
     with pytest.raises(ValueError, match="tied: got ties beside a split"):
         pp.vocabulary_parallel(split_of(LanguageModel()), 2, tied={})

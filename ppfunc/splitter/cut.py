@@ -447,7 +447,9 @@ def _code(trace: Trace, part: StagePart, stage: int, first: bool, last: bool) ->
     writes = frozenset(at for node in part.body for at in node.meta["writes"])
     copied = [i for i, node in enumerate(arguments) if not writes.isdisjoint(storages_of(node))]
     # Of a tensor its node.
-    leaves = [r if isinstance(r, Node) or type(r) in PLAIN else NotKept(type(r)) for r in trace.results]
+    leaves = [
+        r if isinstance(r, Node | NotKept) or type(r) in PLAIN else NotKept(type(r)) for r in trace.results
+    ]
     arriving, leaving = ([_memory_order(node) for node in nodes] for nodes in (taken, sent))
     # From the order of a message back to that of its axes.
     arriving = [order and tuple(map(order.index, range(len(order)))) for order in arriving]
@@ -506,6 +508,7 @@ class Source:
         state: patterns of names of buffers that are state, though the model only reads them.
         cache: the argument in which the model gets its cache; the calls are then slices of one sequence.
         tower: the module that is the encoder; empty without.
+        output: the last of the names, if its stage makes the only results that are kept; empty without.
 
     Raises:
         StageError, ValueError: the model cannot be cut there, or a pattern names no buffer that is read.
@@ -514,7 +517,8 @@ class Source:
         forms: the forms of the calls at the split.
         held: the parameters, buffers and sources of each stage in any of these calls, which all other code
             has to fit.
-        encoder: the number of the stage of the tower, the last; -1 without.
+        encoder: the number of the stage of the tower, behind all others; -1 without.
+        last: the number of the stage that returns the results.
         loaded: the buffers to be read in the place of the model's.
     """
 
@@ -528,12 +532,14 @@ class Source:
         state: Sequence[str],
         cache: str,
         tower: str = "",
+        output: str = "",
     ) -> None:
         self.model, self.names, self.known, self.cache = model, tuple(names), known, cache
-        self.tower = tower
+        self.tower, self.output = tower, output
         self.forms = tuple(form for form, _, _ in calls)
         self.stages = len(names) + 1 + bool(tower)
         self.encoder = self.stages - 1 if tower else -1
+        self.last = len(names)
         self.loaded: dict[str, Tensor] = {}
         self._inputs = tuple(inputs for _, inputs, _ in calls)
         self._readers: dict[str, int] = {}  # the first stage that reads each parameter
@@ -584,6 +590,10 @@ class Source:
                 found.update(node.all_input_nodes)
                 read |= node.meta["reads"]
 
+    def _of_output(self, result: Any) -> Any:
+        other = isinstance(result, Node) and result.meta.get("stage") != self.last
+        return NotKept(Tensor) if other else result
+
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> "Source":
         """Return the source of the same code with other buffers."""
         other = copy(self)
@@ -592,12 +602,9 @@ class Source:
 
     def require_output_layer(self) -> None:
         """Raise StageError unless the last stage is a linear layer, and functions of each of its results."""
-        if self.tower:
-            raise StageError("the last stage", f"it is the encoder, {self.tower}", "split without encoder=")
-        mend = 'cut at the output layer, ppfunc.split(model, args, at=[..., "lm_head"]), without labels'
-        parts = [codes[-1].part for codes in self._codes.values()]
-        for part in parts:
-            found = _beside_output_layer(part, self.stages - 2)
+        mend = 'name the output layer, ppfunc.split(model, args, at=..., output="lm_head"), without labels'
+        for codes in self._codes.values():
+            found = _beside_output_layer(codes[self.last].part, self.last - 1)
             if found:
                 raise StageError(f"the last stage, at {self.names[-1]}" if self.names else MODEL, found, mend)
 
@@ -652,6 +659,8 @@ class Source:
                 if traced is None:
                     traced = self._trace(form, inputs, device, compute, mapped, before)
                 self._label(traced)
+                if self.output:
+                    traced = traced._replace(results=tuple(map(self._of_output, traced.results)))
                 for node, home in zip(traced.carried, before.homes if before else (), strict=True):
                     node.meta["stage"] = home
                 parts = cut(traced, self.stages, self._homes, self.encoder)

@@ -34,6 +34,7 @@ def split(
     constants: Sequence[str] = (),
     state: Sequence[str] = (),
     slices: int | Sequence[int] | None = None,
+    output: str | None = None,
     encoder: str | None = None,
 ) -> Split:
     """Split a model into stages: trace one call of it, and cut the operators where the named modules begin.
@@ -90,6 +91,9 @@ def split(
             where a cache keeps another window than the mask has; tensors on ``meta`` have none, and a model
             with DTensors is not called: test a small model of its class. Gradients are not compared, but
             followed through every tensor of the cache. By default the model is not sliced.
+        output: name of the output layer (``"lm_head"``), which begins a further stage, the last, which ``at``
+            does not count, for :func:`ppfunc.vocabulary_parallel`. Of the results of the model, those that
+            other stages compute are left out. By default the layer is within the stages.
         encoder: name of a module that encodes a part of the inputs, such as the vision tower of a language
             model (``"model.visual"``, ``"model.vision_tower"``: see ``model.named_children()``). It is a
             further stage, the last, which ``at`` does not count: what the module computes, and all that this
@@ -122,7 +126,9 @@ def split(
         loss, grads = pp.value_and_grad(parts, loss_fn, schedule)(parts.params, inputs, targets)
     """
     _require_module(model)
-    tower = _checked_encoder(model, encoder, slices)
+    tower, head = (_checked_module(model, *given) for given in (("encoder", encoder), ("output", output)))
+    if tower and slices is not None:
+        raise ValueError("encoder: got a name and slices, whose only inputs are tokens; leave one out")
     # The class of microbatches is not imported for this.
     examples = [*args] if type(args).__name__ == "Microbatches" else [args]
     known = Constants.of(constants, model)
@@ -150,9 +156,10 @@ def split(
         before = traces[-1].cache if cache and traces else None
         traces.append(trace(model, form, leaves, device, cache=cache, before=before))
     if not isinstance(at, Sequence):
-        names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), at, tower)
+        names = _choose(model, max(traces, key=lambda traced: len(traced.nodes)), at, (tower, head))
+    names += [head] if head else []
     source = Source(
-        model, names, known, [*zip(forms, inputs, traces, strict=True)], device, state, cache, tower
+        model, names, known, [*zip(forms, inputs, traces, strict=True)], device, state, cache, tower, head
     )
     if cache:
         require_same_values(model, forms[0], tensors, cache, device)
@@ -266,18 +273,14 @@ def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
     return list(at)
 
 
-def _checked_encoder(model: nn.Module, encoder: str | None, slices: Any) -> str:
-    if encoder is None:
+def _checked_module(model: nn.Module, argument: str, name: str | None) -> str:
+    if name is None:
         return ""
-    require_type("encoder", encoder, str, "the name of a module")
+    require_type(argument, name, str, "the name of a module")
     known = dict(model.named_modules(remove_duplicate=False))
-    if not encoder or encoder not in known:
-        raise ValueError(
-            f"encoder: got {encoder!r}, which is no module of the model; {_near(encoder, known)}"
-        )
-    if slices is not None:
-        raise ValueError("encoder: got a name and slices, whose only inputs are tokens; leave one out")
-    return encoder
+    if not name or name not in known:
+        raise ValueError(f"{argument}: got {name!r}, which is no module of the model; {_near(name, known)}")
+    return name
 
 
 def _near(name: str, known: Iterable[str]) -> str:
@@ -289,7 +292,7 @@ def _near(name: str, known: Iterable[str]) -> str:
     return f"its outermost modules are {', '.join(outermost) or 'none'}"
 
 
-def _choose(model: nn.Module, traced: Trace, at: int | Partition | None, tower: str) -> list[str]:
+def _choose(model: nn.Module, traced: Trace, at: int | Partition | None, others: Iterable[str]) -> list[str]:
     """Choose the modules that begin the stages after the first.
 
     The layers of a model are the elements of its ``ModuleList`` and ``Sequential`` containers, those of the
@@ -299,7 +302,7 @@ def _choose(model: nn.Module, traced: Trace, at: int | Partition | None, tower: 
     Args:
         traced: a trace of the model.
         at: the number of stages, a partition of the layers, or None for the calls of ``pipe_split()``.
-        tower: the encoder, which is left out; empty without.
+        others: the modules with stages of their own, which are left out; empty names of missing ones.
 
     Raises:
         ValueError: there are not so many layers.
@@ -307,7 +310,7 @@ def _choose(model: nn.Module, traced: Trace, at: int | Partition | None, tower: 
     """
 
     def inside(name: str) -> bool:
-        return bool(tower) and is_within(name, tower)
+        return any(other and is_within(name, other) for other in others)
 
     levels = [[name for name in names if not inside(name)] for names in _levels(model)]
     if at is None:

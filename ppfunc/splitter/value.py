@@ -204,13 +204,13 @@ class Split:
         return entries
 
     def output_rows(self) -> int:
-        """Return the size of the vocabulary of the last stage, if that is the output layer of the model.
+        """Return the size of the vocabulary of the last stage but the encoder, if that is the output layer.
 
         Raises:
-            StageError: the last stage does more than a linear layer and functions of each logit.
+            StageError: the stage does more than a linear layer and functions of each logit.
         """
         self._source.require_output_layer()
-        return len(self.model.get_parameter(self._source.held[-1].params[0]))
+        return len(self.model.get_parameter(self._source.held[self._source.last].params[0]))
 
     def _joined(self, params: Params, state: Params | None) -> dict[str, Tensor]:
         """Collect all tensors by name, of trees in the form of the split."""
@@ -317,7 +317,7 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
     into = [a for a, b in source.skips if b == stage]
     out_of = [b for a, b in source.skips if a == stage]
     encodes = stage == source.encoder
-    first, last = stage == 0 or encodes, stage == source.stages - 1 - (source.encoder > 0)
+    first, last = stage == 0 or encodes, stage == source.last
     laid_out = ((name, layout_of(p)) for name, p in model.named_parameters() if name in names)
     layouts = {name: layout for name, layout in laid_out if layout is not None}
 
@@ -329,8 +329,9 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
         carried, cache = _carry_of(before, stage)
         state = _state_of(states, state_names, stage)
         skips: dict[int, Any] = {}
-        if into:
-            x, skips = x
+        if into:  # by their order: where the head is in parts, the encoder has another number
+            x, given = x
+            skips = dict(zip(into, (given[source] for source in sorted(given)), strict=True))
         x = without_constants(x)
         (given, cast), values = ((x, None), ()) if first else x
         form, tensors = read_call(source.forms, given)

@@ -105,6 +105,53 @@ def test_microbatches_without_an_image_skip_the_encoder():
         step(split.params, pp.Microbatches(parts), pp.microbatch(labels, 4))
 
 
+def in_parts(split: pp.Split, parts: int, microbatches: int = 4) -> tuple:
+    """The model with its output layer in parts, and its step arguments."""
+    model = pp.vocabulary_parallel(split, parts)
+    schedule = spread(pp.with_parts(pp.one_f_one_b(2, microbatches), ranks=range(parts)))
+    return model, (model.stages, model.loss_fn, pp.with_skips(schedule, model.skips))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("at", [["layers.2"], 2, pp.parallel.partition_uniform(4, 2)])
+def test_an_encoder_beside_an_output_layer_in_parts(at, parts):
+    model = Captioner().double()
+    x, labels = batch(8)
+    few = {n: t[:2] for n, t in x.items()}
+    split = pp.split(model, few, at=at, output="lm_head", encoder="tower")
+    assert split.at == ("layers.2", "lm_head") and split.skips == ((3, 0),)
+    assert split.at == pp.split(model, x["ids"], at=at, output="lm_head").at
+    whole, arguments = in_parts(split, parts)
+    assert whole.skips == ((3 + parts, 0),) and len(whole.stages) == 4 + parts
+    loss, grads = pp.value_and_grad(*arguments, tied=whole.tied)(whole.cut(split.params), x, labels)
+    near_whole(model, split, loss, whole.join(grads), loss_of(model(**x), labels))
+    again = whole.join(whole.cut(split.params))
+    assert again.keys() == split.params.keys()
+    assert all(same_bits(again[stage], split.params[stage]) for stage in again)
+    half = whole.cut({3: split.params[3]})
+    assert half.keys() == {3 + parts} and whole.join(half).keys() == {3}
+
+
+class Listing(Captioner):
+    """It returns the features of its images beside logits, as LLaVA does."""
+
+    def forward(self, ids: Tensor, pixels: Tensor) -> dict[str, Tensor]:
+        return {"features": self.tower(pixels), "logits": super().forward(ids, pixels)}
+
+
+def test_a_split_with_an_output_layer_has_its_results_alone():
+    x, labels = batch(8)
+    split = pp.split(Listing().double(), x, at=2, output="lm_head")
+    assert split.skips == () and len(pp.vocabulary_parallel(split, 2).stages) == 5
+    plain = pp.split(Listing().double(), x, at=[*split.at])
+    assert plain.skips == ((0, 2),)
+    with pytest.raises(pp.StageError, match='it takes other values.* output="lm_head"'):
+        pp.vocabulary_parallel(plain, 2)
+    step = pp.value_and_grad(split, lambda y, _: y["features"].sum(), pp.one_f_one_b(3, 4))
+    with pytest.raises(pp.StageError, match="the model returned a Tensor, which a split does not keep"):
+        step(split.params, x, labels)
+
+
 def by_process(rank, size):
     (x, labels), model = batch(8), Captioner().double()
     split = pp.split(model, {n: t[:2] for n, t in x.items()}, at=["layers.2"], encoder="tower")
@@ -124,7 +171,35 @@ def test_two_processes_give_the_same_bits(two):
         assert all(same_bits(theirs[k], grads[k]) for k in theirs)
 
 
+def parts_by_process(rank, size):
+    (x, labels), model = batch(8), Captioner().double()
+    few = {n: t[:2] for n, t in x.items()}
+    split = pp.split(model, few, at=2, output="lm_head", encoder="tower")
+    whole, (stages, loss_fn, schedule) = in_parts(split, 2)
+    cut = whole.cut(split.params)
+    with pp.P2P(mapped=False) as transport:
+        step = pp.value_and_grad(stages, loss_fn, schedule, transport, tied=whole.tied)
+        return step({k: cut[k] for k in schedule.model_stages_of(rank)}, x, labels)
+
+
+def test_two_processes_with_parts_give_the_same_bits(two):
+    (x, labels), model = batch(8), Captioner().double()
+    few = {n: t[:2] for n, t in x.items()}
+    split = pp.split(model, few, at=2, output="lm_head", encoder="tower")
+    whole, arguments = in_parts(split, 2)
+    loss, grads = pp.value_and_grad(*arguments, tied=whole.tied)(whole.cut(split.params), x, labels)
+    for rank, (mine, theirs) in enumerate(two(parts_by_process)):
+        assert same_bits(mine, loss) and {*theirs} == ({0, 2, 5}, {1, 3, 4, 5})[rank]
+        assert all(same_bits(theirs[k], grads[k]) for k in theirs)
+
+
 MISTAKES = {
+    "output: got 'head', which is no module of the model; the nearest are lm_head": {"output": "head"},
+    "output: got 3": {"output": 3},
+    "at: the module layers.1 begins at the same operator as layers.1": {
+        "at": ["layers.1"],
+        "output": "layers.1",
+    },
     "encoder: got 'towr', which is no module of the model; the nearest are tower": {"encoder": "towr"},
     "encoder: the module tower is not called": {"encoder": "tower", "args": batch(2)[0]["ids"]},
     "encoder: got 3": {"encoder": 3},
@@ -160,8 +235,6 @@ def test_an_encoder_that_reads_what_another_stage_writes_is_refused():
 def test_what_knows_no_encoder_refuses_it_and_measure_knows_it():
     x, labels = batch(2)
     split = pp.split(Captioner().double(), x, at=["lm_head"], encoder="tower")
-    with pytest.raises(pp.StageError, match="it is the encoder, tower"):
-        pp.vocabulary_parallel(split, 2)
     for ranks in (2, 3):
         with pytest.raises(ValueError, match="a split with the encoder tower and the schedule '1f1b'"):
             pp.value_and_grad(split, loss_of, pp.one_f_one_b(ranks, 4))
@@ -225,9 +298,9 @@ def qwen(transformers):
 MODELS = {"llava": (llava, "model.vision_tower"), "qwen": (qwen, "model.visual")}
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("frozen", "parts"), [(False, 0), (True, 0), (False, 2)])
 @pytest.mark.parametrize("name", MODELS)
-def test_vision_language_models_of_transformers(name, frozen):
+def test_vision_language_models_of_transformers(name, frozen, parts):
     transformers = pytest.importorskip("transformers")
     make, tower = MODELS[name]
     torch.manual_seed(0)
@@ -237,13 +310,20 @@ def test_vision_language_models_of_transformers(name, frozen):
     each = [dict(zip(x, rows, strict=True)) for rows in zip(*(t.chunk(4) for t in x.values()), strict=True)]
     for part in [x, *each]:
         part |= {n: t.transpose(0, 1).contiguous() for n, t in part.items() if n == "position_ids"}
-    split = pp.split(model, each[0], at=2, encoder=tower, constants=constants)
-    assert all("vis" in n for n in split.params[2])
+    head = "lm_head" if parts else None
+    split = pp.split(model, each[0], at=2, output=head, encoder=tower, constants=constants)
+    assert all("vis" in n for n in split.params[max(split.params)])
     labels = x["input_ids"].roll(-1, 1)
 
     def loss_fn(output, labels):
         return loss_of(output.logits, labels)
 
-    step = pp.value_and_grad(split, loss_fn, spread(SCHEDULE))
-    loss, grads = step(split.params, pp.Microbatches(each), pp.microbatch(labels, 4))
+    data = pp.Microbatches(each), pp.microbatch(labels, 4)
+    if parts:
+        whole, arguments = in_parts(split, parts)
+        step = pp.value_and_grad(*arguments, tied=whole.tied)
+        loss, grads = step(whole.cut(split.params), *data)
+        grads = whole.join(grads)
+    else:
+        loss, grads = pp.value_and_grad(split, loss_fn, spread(SCHEDULE))(split.params, *data)
     near_whole(model, split, loss, grads, loss_fn(model(**x), labels))
