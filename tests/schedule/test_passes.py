@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -39,6 +40,7 @@ from ppfunc.schedule import (
 from ppfunc.schedule.dataflow import Dataflow
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE
 from ppfunc.schedule.passes.running import linearize
+from tests.graphs import random_graph
 
 
 def bare_schedules():
@@ -244,6 +246,16 @@ def test_the_picture_of_early_reductions():
     moved = append_tail(reduce_early(gpipe(1, 1)), tied=True, reduce_grad=False, step=False)
     assert str(moved) == "0F0 0B0 0REDUCE_TIED+0REDUCE_GRAD"  # which stays behind what it sums
     assert reduce_early(inference(2, 2)) == inference(2, 2)
+
+
+@given(st.integers(0, 2**32))
+def test_copies_of_a_stage_end_on_any_ranks(seed):
+    """Several copies on a rank wait for each other's sum."""
+    schedule = place_communication(random_graph(random.Random(seed)))
+    for complete in (insert_unshards, lambda schedule: schedule):
+        tail = append_tail(complete(schedule))
+        check(tail)
+        check(reduce_early(tail))
 
 
 def test_the_picture_of_gathers():

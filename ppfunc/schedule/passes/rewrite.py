@@ -450,8 +450,8 @@ def reduce_early(schedule: Schedule) -> Schedule:
     """Put every REDUCE_GRAD right behind the last backward of its stage, to overlap other compute.
 
     Equivalent to: cross out every REDUCE_GRAD; after the last B or W of each stage and the gathers that stand
-    behind it, or after its REDUCE_TIED where that is later, write REDUCE_GRAD. A schedule without a backward
-    stays as it is.
+    behind it, or after the REDUCE_TIED of its rank where its own is later, write REDUCE_GRAD. A schedule
+    without a backward stays as it is.
 
     >>> from ppfunc.schedule import append_tail, gpipe
     >>> print(reduce_early(append_tail(gpipe(ranks=1, microbatches=1))))
@@ -463,8 +463,9 @@ def reduce_early(schedule: Schedule) -> Schedule:
     return rewrite(cross_out(schedule, lambda i: i.op is Op.REDUCE_GRAD), _with_reductions)
 
 
-def _behind_unshards(step: Step, place: int) -> int:
-    return next((n for n in range(place, len(step) - 1) if step[n + 1].op not in SHARDING), len(step) - 1)
+def _behind(step: Step, place: int) -> int:
+    passed = {*SHARDING, Op.REDUCE_TIED}
+    return next((n for n in range(place, len(step) - 1) if step[n + 1].op not in passed), len(step) - 1)
 
 
 def _with_reductions(program: Program) -> Program:
@@ -474,8 +475,9 @@ def _with_reductions(program: Program) -> Program:
             for part in parts_of(instruction):
                 if part.op in (Op.B, Op.W, Op.REDUCE_TIED):
                     last[part.stage] = (number, place)
-        # Parameters that are gathered for the next compute come first.
-        last |= {s: (n, _behind_unshards(step, place)) for s, (n, place) in last.items() if n == number}
+        # Parameters that are gathered for the next compute come first, and sums of copies on this rank, which
+        # wait for each other.
+        last |= {s: (n, _behind(step, place)) for s, (n, place) in last.items() if n == number}
     behind: dict[tuple[int, int], list[Instruction]] = {}
     for stage, position in sorted(last.items()):
         behind.setdefault(position, []).append(Instruction(Op.REDUCE_GRAD, stage))
