@@ -378,6 +378,15 @@ def test_other_schedules_are_refused(function, schedule, found):
             "cap: got 1 numbers, expected 2, one per",
         ),
         (lambda: arrange([0, 1], [Flow((0, 1), range(2), ((1, 0),))]), "flow 0 has the edge .1, 0. against"),
+        (lambda: arrange([0.0, 1], [Flow((0, 1), range(2))]), r"placement\[0\] = 0.0, expected an integer"),
+        (lambda: arrange(None, [Flow((0, 1), range(2))]), "placement: got None of type NoneType, expected a"),
+        (lambda: arrange([0, 1], [((0, 1), range(2))]), "flow 0 is a tuple, expected a Flow"),
+        (lambda: arrange([0, 1], [Flow((0, 1), 3)]), "flow 0 has microbatches 3, expected a range"),
+        (lambda: arrange([0, 1], [Flow((0, 1), range(2))], skips=None), "skips: got None of type NoneType"),
+        (lambda: arrange([0, 1], [Flow((0, 1), range(2))], costs={}), "costs: got {} of type dict"),
+        (lambda: arrange([0, 1], [Flow((0, 1), range(2))], cap=[None, 2]), "cap is None of type NoneType"),
+        (lambda: spread(one_f_one_b(2, 4), microbatches=2), "microbatches: got 2 of type int, expected num"),
+        (lambda: spread(one_f_one_b(2, 4), into=1.0), "into: got 1.0 of type float, expected a stage"),
         (
             lambda: arrange([0], [Flow((0, 1), range(2))]),
             "flow 0 names stage 1, expected a stage from 0 to 0",
@@ -385,5 +394,5 @@ def test_other_schedules_are_refused(function, schedule, found):
     ],
 )
 def test_refusals(call, message):
-    with pytest.raises((ValueError, ScheduleError), match=message):
+    with pytest.raises((TypeError, ValueError, ScheduleError), match=message):
         call()

@@ -26,7 +26,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from ppfunc._checks import naming_arguments, require_counts, require_index
+from ppfunc._checks import naming_arguments, require_counts, require_index, require_real, require_type
 
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
@@ -34,7 +34,7 @@ from ..dataflow import Dataflow
 from ..errors import require_schedule
 from ..instruction import COMMUNICATION, F, Instruction, Op, elementary, microbatch_of
 from ..passes.rewrite import compute_only
-from ..proof.structure import check_structure
+from ..proof.structure import check_flow, check_structure
 from ..schedule import Flow, Schedule
 
 _Words = Sequence[Sequence[Instruction]]  # the order of each rank; none where no order is given
@@ -104,8 +104,19 @@ def arrange(
         ScheduleError: flows or skips that are no graph of the stages.
         ValueError: a cap below the activations of one microbatch, or costs for another number of stages.
     """
+    for name, values in {
+        "placement": placement,
+        "flows": flows,
+        "skips": skips,
+        "replicas": replicas,
+    }.items():
+        require_type(name, values, Sequence, "a list")
+    for stage, rank in enumerate(placement):
+        require_counts(0, **{f"placement[{stage}]": rank})
+    for number, flow in enumerate(flows):
+        check_flow(number, flow)
     backward = _BACKWARDS[Op.I if apart else Op.B]
-    costs = Costs(weight_share=1) if costs is None else costs
+    costs = Costs(weight_share=1) if costs is None else require_costs(costs)
     rows: list[list[tuple[Instruction, ...]]] = [[] for _ in range(1 + max(placement, default=0))]
     for stage, microbatch in (pair for flow in flows for pair in product(flow.stages, flow.microbatches)):
         for rank in placement[stage : stage + 1]:
@@ -118,6 +129,7 @@ def arrange(
     if len(caps) != draft.ranks:
         raise ValueError(f"cap: got {len(caps)} numbers, expected {draft.ranks}, one per rank")
     for rank, most in enumerate(caps):
+        require_real("cap", most)
         least = max((rest for _, rest, _ in _Bank(work, rank, most).open.values()), default=0)
         if not most >= least:
             place = f"the activations of one microbatch on rank {rank}"
@@ -162,6 +174,7 @@ def spread(
             exist; costs for another number of stages.
     """
     schedule = _compute_of(schedule, lead)
+    require_type("into", into, int, "a stage of the model")
     dealt = sorted(_numbers("microbatches", microbatches, schedule.microbatches))
     holders = _numbers("ranks", ranks, schedule.ranks)[: len(dealt)]
     copies = tuple(range(schedule.stages, schedule.stages + len(holders)))
@@ -256,7 +269,9 @@ def _compute_of(schedule: Schedule, lead: int) -> Schedule:
 
 def _numbers(name: str, values: Iterable[int] | None, count: int) -> list[int]:
     """Return different numbers below ``count``, by default all."""
-    numbers = [*range(count)] if values is None else [*values]
+    values = range(count) if values is None else values
+    require_type(name, values, Iterable, "numbers, such as [0, 1]")
+    numbers = [*values]
     for number in numbers:
         require_index(name, number, count)
     if len({*numbers}) < max(len(numbers), 1):

@@ -66,7 +66,7 @@ def _check_flows(schedule: Schedule) -> None:
     stages = len(schedule.placement)
     flows_of: list[list[int]] = [[] for _ in range(stages)]
     for number, flow in enumerate(schedule.flows):
-        _check_flow(number, flow)
+        check_flow(number, flow)
         for stage in flow.stages:
             if not _is_number(stage) or stage >= stages:
                 raise _plain(f"flow {number} names stage {stage!r}, expected a stage from 0 to {stages - 1}")
@@ -92,7 +92,8 @@ def _check_flows(schedule: Schedule) -> None:
         _check_common(schedule.flows)
 
 
-def _check_flow(number: int, flow: Any) -> None:
+def check_flow(number: int, flow: Any) -> None:
+    """Refuse a value that is no flow of numbered microbatches."""
     if not isinstance(flow, Flow) or len(flow) != 3:
         raise _plain(f"flow {number} is a {type(flow).__name__}, expected a Flow")
     if type(flow.stages) is not tuple or not flow.stages:
