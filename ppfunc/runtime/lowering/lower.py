@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ppfunc.schedule import Flow, Instruction, Op, Schedule, parts_of
-from ppfunc.schedule.dataflow import Dataflow
+from ppfunc.schedule.dataflow import Dataflow, Targets
 from ppfunc.schedule.instruction import SENDS
 from ppfunc.stage import LeafSignature, Loss, Outline, Signature, Stage
 from ppfunc.stage.abstract.output import StageFunction, children, received_signature
@@ -214,18 +214,6 @@ carry goes to; that a value goes to which nothing reads.
 """
 
 
-class End(NamedTuple):
-    """Name the stage that an edge comes from or goes to.
-
-    Args:
-        stage: stage of the schedule.
-        shift: 1 where the edge leads from a slice to the next slice of the sequence, else 0.
-    """
-
-    stage: int
-    shift: int = 0
-
-
 class Edge(NamedTuple):
     """Describe a part of a stage's input, or of its output, for one microbatch.
 
@@ -249,10 +237,6 @@ class Edge(NamedTuple):
     def carrying(self) -> tuple[LeafSignature, ...]:
         """Return the signatures of the tensors whose gradients travel back."""
         return tuple(leaf for leaf in self.leaves if leaf.grad)
-
-    def travelling(self, forward: bool) -> tuple[LeafSignature, ...]:
-        """Return the signatures of the leaves of a message, of activations or of their gradients."""
-        return self.leaves if forward else self.carrying
 
 
 def places_of(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple[Edge, slice]]:
@@ -332,7 +316,7 @@ class LoweredStep(NamedTuple):
         stages: the stages of this process, by (stage of the schedule, microbatch).
         losses: form of the losses of the stages of this process, by stage of the schedule.
         drawing: the stages of the model, of this process, that are known to draw random numbers.
-        targeted: the stages of the schedule, of this process, that take the target of their microbatch.
+        targeted: the stages of the model that take the target of their microbatch.
     """
 
     schedule: Schedule
@@ -374,7 +358,8 @@ class LoweredStep(NamedTuple):
             key, other = ((stage, m), target) if op in SENDS else ((target, m + shift), link.source)
             low = self.stages[key]
             edges = low.sinks if op in (Op.SEND_F, Op.RECV_B) else low.sources
-            leaves = next(edge for edge in edges if edge.stage == other).travelling(direction == "F")
+            edge = next(edge for edge in edges if edge.stage == other)
+            leaves = edge.leaves if direction == "F" else edge.carrying
             output = direction == "F" and (link.source, target) not in self.schedule.skips
             tag = Tag(direction, link.source, target, m)
             parts.append(MessagePart(tag, leaves, output, output and shared))
@@ -421,7 +406,8 @@ def lower(
     # By source, sink, and the microbatch of the source.
     edges: dict[tuple[int, int, int], Signature] = {}
     lowered: dict[Key, LoweredStage] = {}
-    functions: dict[tuple[int, tuple[End, ...]], tuple[bool, Callable[..., LoweredStage]]] = {}
+    functions: dict[tuple[int, Targets], Callable[..., LoweredStage]] = {}
+    targeted = pipeline.targeted or frozenset()
     for way, stage, microbatches in stages_in_order(schedule):
         if home[stage] not in local:
             continue
@@ -442,9 +428,9 @@ def lower(
         if (stage, sinks) not in functions:
             function, params = _stage_function(pipeline, form, way, stage, sinks), example(model_stage)
             # Microbatches of one form share what is lowered.
-            once = cache(partial(_lower_stage, pipeline, form, sources, stage, sinks, function, params))
-            functions[stage, sinks] = function.targeted, once
-        targeted, lower_one = functions[stage, sinks]
+            functions[stage, sinks] = cache(
+                partial(_lower_stage, pipeline, form, sources, stage, sinks, function, params)
+            )
         for m in microbatches:
             received = tuple(
                 Edge(source, edges[source, stage, m - shift], shift)
@@ -453,11 +439,11 @@ def lower(
                 for source, shift in sources
             )
             # Beside its input it gets a target, extras, a state.
-            target = (form.targets[m],) if targeted and form.targets is not None else ()
+            target = (form.targets[m],) if model_stage in targeted and form.targets is not None else ()
             extras = (form.extras[model_stage][m],) if model_stage in form.extras else ()
             state = (form.state[model_stage],) if model_stage in form.state else ()
             kind = schedule.joins(m, 1), m in form.weightless
-            low = lower_one(received, (*target, *extras, *state), *kind)
+            low = functions[stage, sinks](received, (*target, *extras, *state), *kind)
             lowered[stage, m] = low
             edges.update(((stage, edge.stage, m), edge.signature) for edge in low.sinks)
         for sink, shift in sinks:
@@ -471,10 +457,9 @@ def lower(
         if spec.frozen is not None and not spec.updates:  # a trainer warns when a state begins
             spec.frozen.warn_of_all(form.params)
     drawing = tuple(sorted({low.model_stage for low in lowered.values() if low.outline.random}))
-    targets = frozenset(stage for (stage, _), low in lowered.items() if low.call.function.targeted)
     losses = _losses(schedule, spec, lowered)
     return LoweredStep(
-        schedule, spec, form, pipeline.ranks, pipeline.order, lowered, losses, drawing, targets
+        schedule, spec, form, pipeline.ranks, pipeline.order, lowered, losses, drawing, targeted
     )
 
 
@@ -503,8 +488,8 @@ def _first(pipeline: Pipeline, form: StepForm, stage: int, source: int, microbat
     return Edge(CALLER, first.with_grad() if "carry_grads" in pipeline.spec.wants else first)
 
 
-def ends_of(schedule: Schedule, flow: Flow, stage: int) -> tuple[tuple[End, ...], tuple[End, ...]]:
-    """List where the input of a stage comes from, and where its output goes, in a flow.
+def ends_of(schedule: Schedule, flow: Flow, stage: int) -> tuple[Targets, Targets]:
+    """List where the input of a stage comes from, and where its output goes, in a flow: stages and shifts.
 
     The stages with edges come first, or the batch; then skip connections, by stage of the model, of which a
     source may be outside of the flow: its value is None. The last is the stage itself where it hands a carry
@@ -519,14 +504,14 @@ def ends_of(schedule: Schedule, flow: Flow, stage: int) -> tuple[tuple[End, ...]
             model = schedule.model_stages[other]
             if end == stage and (other in place or model not in found):
                 found[model] = other
-    carry = [End(stage, 1)] if schedule.slices else []
-    given = [End(a, schedule.shift(a, stage)) for _, a in sorted(sources.items())]
-    taken = [End(b, schedule.shift(stage, b)) for _, b in sorted(sinks.items())]
-    return (*map(End, before or [BATCH]), *given, *carry), (*map(End, after), *taken, *carry)
+    carry = [(stage, 1)] if schedule.slices else []
+    given = [(a, schedule.shift(a, stage)) for _, a in sorted(sources.items())]
+    taken = [(b, schedule.shift(stage, b)) for _, b in sorted(sinks.items())]
+    return (*((a, 0) for a in before or [BATCH]), *given, *carry), (*((b, 0) for b in after), *taken, *carry)
 
 
 def _stage_function(
-    pipeline: Pipeline, form: StepForm, flow: Flow, stage: int, sinks: Sequence[End]
+    pipeline: Pipeline, form: StepForm, flow: Flow, stage: int, sinks: Targets
 ) -> StageFunction:
     """Put together a stage at its place in a flow: with loss, outputs, skips and frozen leaves."""
     schedule, spec = pipeline.schedule, pipeline.spec
@@ -555,9 +540,9 @@ def _stage_function(
 def _lower_stage(
     pipeline: Pipeline,
     form: StepForm,
-    sources: tuple[End, ...],
+    sources: Targets,
     stage: int,
-    sinks: tuple[End, ...],
+    sinks: Targets,
     function: StageFunction,
     params: Any,
     received: tuple[Edge, ...],

@@ -165,10 +165,8 @@ def _arguments(step: LoweredStep, rank: int) -> StepArguments:
     def batch(rows: tuple[Signature, ...] | None, stage: int) -> list[Leaves]:
         return [empty(row.leaves, form.devices[stage]) for row in rows or ()] if stage in stages else []
 
-    first, last = (
-        min((schedule.model_stages[s] for s in some if schedule.placement[s] == rank), default=-1)
-        for some in (schedule.heads, step.targeted)
-    )
+    heads = {schedule.model_stages[stage] for stage in schedule.heads}
+    first, last = (min(some.intersection(stages), default=-1) for some in (heads, step.targeted))
     return StepArguments(
         {s: empty(form.params[s].leaves, form.devices[s]) for s in stages},
         batch(form.inputs, first),

@@ -132,7 +132,7 @@ def _fill_stage(
     microbatches, model_stage = lowered.schedule.numbers[stage], lowered.schedule.model_stages[stage]
     if not lowered.schedule.forward_only:
         buffers.gradients[stage] = _gradients_of(lowered, buffers, model_stage)
-    batches = [arguments.targets] if stage in lowered.targeted and arguments.targets else []
+    batches = [arguments.targets] if model_stage in lowered.targeted and arguments.targets else []
     batches += [arguments.extras[model_stage]] if model_stage in arguments.extras else []
     if batches:
         buffers.extras.update(((stage, m), sum((tuple(b[m]) for b in batches), ())) for m in microbatches)
