@@ -249,19 +249,15 @@ def places_of(edges: tuple[Edge, ...], carrying: bool = False) -> Iterator[tuple
 
 
 class MessagePart(NamedTuple):
-    """Describe the tensors of a message that move along one edge.
+    """Describe the tensors of a message that are one value.
 
     Args:
-        tag: the name of the edge's value.
-        leaves: their signatures.
-        output: whether it is the output of the stage, not a skip connection or a gradient.
-        again: whether the message has that output already, for another stage.
+        tags: names of the value, for each stage that takes it.
+        leaves: signatures of the tensors.
     """
 
-    tag: Tag
+    tags: list[Tag]
     leaves: tuple[LeafSignature, ...]
-    output: bool
-    again: bool
 
 
 class LoweredStage(NamedTuple):
@@ -342,7 +338,9 @@ class LoweredStep(NamedTuple):
         return shared_leaves(self.schedule, self.ranks, self.form.params, self.spec.tied)
 
     def message_parts(self, message: Instruction, flow: Dataflow) -> list[MessagePart]:
-        """List the parts of the message of a SEND or RECV of this process, a part for each edge.
+        """List the parts of the message of a SEND or RECV of this process.
+
+        Gradients and skip connections are a part for each edge. An output for several stages is one.
 
         Args:
             flow: dataflow of the schedule.
@@ -350,7 +348,7 @@ class LoweredStep(NamedTuple):
         op, stage, m, peer, _, _ = message
         assert m is not None
         link = next(link for link in flow.routes[op, stage, peer].links if m in link.microbatches)
-        direction, parts, shared = "F" if op in (Op.SEND_F, Op.RECV_F) else "B", [], False
+        direction, parts = "F" if op in (Op.SEND_F, Op.RECV_F) else "B", dict[int | None, MessagePart]()
         for target, shift in link.targets:
             if not flow.takes(m, target, shift):
                 continue
@@ -361,10 +359,9 @@ class LoweredStep(NamedTuple):
             edge = next(edge for edge in edges if edge.stage == other)
             leaves = edge.leaves if direction == "F" else edge.carrying
             output = direction == "F" and (link.source, target) not in self.schedule.skips
-            tag = Tag(direction, link.source, target, m)
-            parts.append(MessagePart(tag, leaves, output, output and shared))
-            shared = shared or output
-        return parts
+            part = parts.setdefault(None if output else target, MessagePart([], leaves))
+            part.tags.append(Tag(direction, link.source, target, m))
+        return [*parts.values()]
 
     def context_of(self, failure: Failure) -> str:
         """Describe the line of the user's code that failed, and the arguments of a failed forward."""

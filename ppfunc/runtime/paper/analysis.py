@@ -202,8 +202,8 @@ def _stage_text(step: LoweredStep, stage: int) -> Iterator[str]:
 def _instruction_text(step: LoweredStep, flow: Dataflow, instruction: Instruction) -> str:
     if instruction.op not in COMMUNICATION:
         return str(instruction)
-    sent = [part for part in step.message_parts(instruction, flow) if not part.again]
-    return f"{instruction}({sum(leaf.nbytes for part in sent for leaf in part.leaves)} B)"
+    sent = (leaf for part in step.message_parts(instruction, flow) for leaf in part.leaves)
+    return f"{instruction}({sum(leaf.nbytes for leaf in sent)} B)"
 
 
 def _ranges(numbers: list[int]) -> str:

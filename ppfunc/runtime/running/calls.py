@@ -120,22 +120,17 @@ def input_tags(low: LoweredStage, key: Key) -> list[Tag]:
 
 
 def pack(parts: Sequence[MessagePart], buffers: Buffers) -> None:
-    """Join the parts of a message under the tag of the first; an output for several stages once."""
-    values = [buffers.values.pop(part.tag) for part in parts if part.leaves]
-    sent = zip([part for part in parts if part.leaves], values, strict=True)
-    buffers.values[parts[0].tag] = tuple([t for part, of_part in sent if not part.again for t in of_part])
+    """Join the parts of a message under the tag of the first."""
+    values = [[buffers.values.pop(tag) for tag in part.tags] for part in parts if part.leaves]
+    buffers.values[parts[0].tags[0]] = tuple([t for of_part, *_ in values for t in of_part])
 
 
 def unpack(parts: Sequence[MessagePart], buffers: Buffers) -> None:
     """Take a message apart into its parts."""
-    rest, output = iter(buffers.values.pop(parts[0].tag)), None
+    rest = iter(buffers.values.pop(parts[0].tags[0]))
     for part in parts:
-        if not part.leaves:
-            continue
-        value = output if part.again else tuple(islice(rest, len(part.leaves)))
-        assert value is not None
-        output = value if part.output else output
-        buffers.values[part.tag] = value
+        if part.leaves:
+            buffers.values.update(dict.fromkeys(part.tags, tuple(islice(rest, len(part.leaves)))))
 
 
 def _compact(kept: torch.Tensor) -> torch.Tensor:

@@ -161,12 +161,12 @@ class _Binder:
         messages = [i for i in step if i.op in COMMUNICATION]
         if batch := [pair for i in messages for pair in self._transfers(i)]:
             place = Origin(rank, position, messages[0])
-            packed = [parts for transfer, parts in batch if transfer.outgoing and len(parts) > 1]
+            packed = [parts for transfer, parts in batch if transfer.outgoing and len(_tags(parts)) > 1]
             yield from _at(place, *(partial(calls.pack, parts) for parts in packed))
             yield from _at(place, self._transport.post([transfer for transfer, _ in batch]))
             for transfer, parts in batch:
                 if not transfer.outgoing:
-                    self._received |= {part.tag: (transfer, parts) for part in parts}
+                    self._received |= dict.fromkeys(_tags(parts), (transfer, parts))
         for instruction in step:
             place = Origin(rank, position, instruction)
             if (
@@ -207,15 +207,16 @@ class _Binder:
     def _transfers(self, instruction: Instruction) -> Iterator[tuple[Transfer, list[MessagePart]]]:
         """Yield the transfer of a SEND or RECV with its parts, if a tensor travels.
 
-        In one process each part is a transfer: the value is there once it has been computed.
+        In one process each tag is a transfer: the value is there once it has been computed.
         """
         op, stage, _, other, _, _ = instruction
         parts = self._lowered.message_parts(instruction, self._flow)
         peer = self._flow.routes[op, stage, other].other
         device = self._lowered.form.devices[self._schedule.model_stages[stage]]
-        for some in [[part] for part in parts] if peer in self._lowered.ranks else [parts]:
-            if leaves := tuple(leaf for part in some if not part.again for leaf in part.leaves):
-                yield Transfer(op in SENDS, some[0].tag, peer, leaves, device), some
+        apart = ([MessagePart([tag], part.leaves)] for part in parts for tag in part.tags)
+        for some in apart if peer in self._lowered.ranks else [parts]:
+            if leaves := tuple(leaf for part in some for leaf in part.leaves):
+                yield Transfer(op in SENDS, some[0].tags[0], peer, leaves, device), some
 
     def _await_messages(self, place: Origin, part: Instruction) -> Iterator[PlacedCall]:
         """Bind the waits for the values of other ranks that a forward or a backward consumes."""
@@ -225,9 +226,9 @@ class _Binder:
             tag = Tag("F" if part.op is Op.F else "B", edge.stage, stage, microbatch - before)
             if tag in self._received:
                 transfer, parts = self._received[tag]
-                for one in parts:
-                    del self._received[one.tag]
-                unpack = partial(calls.unpack, parts) if len(parts) > 1 else None
+                for each in (tags := _tags(parts)):
+                    del self._received[each]
+                unpack = partial(calls.unpack, parts) if len(tags) > 1 else None
                 yield from _at(place._replace(awaited=transfer.tag), self._transport.wait(transfer), unpack)
 
     # -- instructions that compute
@@ -320,6 +321,10 @@ class _Binder:
         yield from self._prepare(place, forward)
         yield from self._prepare(place, backward)
         yield from _at(place, run, *self._finish(forward), *self._finish(backward))
+
+
+def _tags(parts: Sequence[MessagePart]) -> list[Tag]:
+    return [tag for part in parts for tag in part.tags]
 
 
 def _at(place: Origin, *calls: Call | None) -> Iterator[PlacedCall]:
