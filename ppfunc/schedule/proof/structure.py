@@ -196,8 +196,7 @@ def _check_slices(schedule: Schedule) -> None:
 def _check_skips(schedule: Schedule) -> None:
     flows = [{stage: place for place, stage in enumerate(flow.stages)} for flow in schedule.flows]
     along = {pair for flow in schedule.flows for pair in flow.pairs}
-    models = [{schedule.model_stages[stage] for stage in flow.stages} for flow in schedule.flows]
-    seen = set()
+    model, seen = schedule.model_stages, set()
     for skip in schedule.skips:
         if (
             type(skip) is not tuple
@@ -215,8 +214,8 @@ def _check_skips(schedule: Schedule) -> None:
                 " its neighbour what it needs in its output"
             )
         back = {at[destination] < at[source] for at in common}
-        for at, model in zip(flows, models, strict=True):
-            if source in at and schedule.model_stages[destination] not in model:
+        for at in flows:
+            if source in at and model[destination] not in {model[stage] for stage in at}:
                 raise _plain(
                     f"skip {skip} leads out of the flow with the stages {(*at,)}: expected its end in it"
                 )
@@ -229,7 +228,6 @@ def _check_skips(schedule: Schedule) -> None:
         named: dict[tuple[int, int, bool], tuple[int, int]] = {}
         for a, b in schedule.skips:
             if a in at and b in at:
-                model = schedule.model_stages
                 for name in ((model[a], b, True), (a, model[b], False)):
                     if name in named:
                         raise _plain(
