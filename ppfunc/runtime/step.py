@@ -113,7 +113,7 @@ class StepFunction(Generic[P, R]):
 
     @property
     def schedule(self) -> Schedule:
-        """Return the schedule that runs: proved, with its communication."""
+        """Return the schedule that runs, proved, with its communication."""
         return self.pipeline.schedule
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

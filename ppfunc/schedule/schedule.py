@@ -18,6 +18,7 @@ from .collector import collector_paused
 from .instruction import COMMUNICATION, Instruction, Op
 
 Step = tuple[Instruction, ...]
+"""Instructions whose messages are posted together."""
 Program = tuple[Step, ...]
 
 
@@ -122,7 +123,7 @@ class Schedule:
 
     @property
     def sequences(self) -> int:
-        """Count the sequences over all flows: the microbatches, where they are no slices."""
+        """Count the sequences over all flows, which are the microbatches where there are no slices."""
         return self.microbatches // self.per_sequence
 
     @cached_property
@@ -209,7 +210,7 @@ class Schedule:
 
     @property
     def chained(self) -> bool:
-        """Tell whether the stages form chains: each in one flow, without edges of its own."""
+        """Tell whether the stages form chains, each in one flow, without edges of its own."""
         return (
             all(f.edges is None for f in self.flows)
             and sum(len(f.stages) for f in self.flows) == self.stages

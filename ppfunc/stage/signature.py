@@ -129,7 +129,7 @@ class Signature:
 
     @property
     def local(self) -> Signature:
-        """Return the same tree without layouts: of DTensors the parts of one rank."""
+        """Return the same tree without layouts, and of DTensors the parts of one rank."""
         return replace(self, leaves=tuple(replace(leaf, layout=None) for leaf in self.leaves))
 
     def laid_out(self, mesh: DeviceMesh | None, prefix: Any, name: str) -> Signature:

@@ -1,9 +1,9 @@
 """Train with gradients: the trainer, optimizers, the update of parameters, and checkpoints::
 
-trainer.py    Trainer: init, step, steps, evaluate, record, lower
-  update/       what lies between gradients and new parameters
-    optim/        optimizers as pairs of pure functions, run stage by stage
-checkpoint/   saves and loads states
+    trainer.py    Trainer: init, step, steps, evaluate, record, lower
+      update/       what lies between gradients and new parameters
+        optim/        optimizers as pairs of pure functions, run stage by stage
+    checkpoint/   saves and loads states
 
 A step, from the call to the kernel::
 

@@ -66,8 +66,8 @@ class StepResult(NamedTuple):
         outputs: results of the last stages of this process, in the form of the inputs; None if it runs no
             last stage.
         aux: metrics, state and what comes with the loss, :class:`Aux`.
-        losses: the losses of all microbatches in their order, [m, *shape of a loss], on every rank. They are
-            not weighted, and include auxiliary losses of stages: their weighted sum is ``loss``.
+        losses: the losses of all microbatches in their order, ``[m, *shape of a loss]``, on every rank.
+            They are not weighted, and include auxiliary losses of stages: their weighted sum is ``loss``.
         carry: the last carries of the stages of this process, ``{stage of the model: Microbatches}`` of a
             tree for each sequence.
         carry_grads: the gradients of the first carries, where the step was given some, in the same form.
@@ -142,7 +142,7 @@ class StepSpec(NamedTuple):
 
     @property
     def terms(self) -> str:
-        """Name the function, its results and its options: ranks have to agree on them."""
+        """Name the function, its results and its options, on which ranks have to agree."""
         results = sorted({*self.wants} - {"aux"})  # without which the programs are the same
         options = {
             "per_microbatch": self.per_microbatch, "loss_shape": self.loss_shape,

@@ -50,6 +50,7 @@ BUILDERS: dict[str, Callable[..., Schedule]] = {
     "deepspeed_train": deepspeed_train,
     "deepspeed_inference": deepspeed_inference,
 }
+"""The builders of schedules by name, such as ``"1f1b"``; :func:`find_builder` takes other spellings too."""
 # Names of torch.distributed.pipelining that are not those of our builders in another spelling.
 _NAMES_IN_TORCH = {"interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
 

@@ -1,10 +1,12 @@
-"""Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``::
+"""Optimizers as pairs of pure functions, ``init(params)`` and ``update(grads, state, params)``.
 
-optimizer.py     Optimizer; chain: clip first; from_updates; ema: an average over updates; by_name: by group
-elementwise.py   adamw, sgd: by fused kernels, or by formulas where somebody looks through
-whole.py         muon: on whole matrices
-rates.py         learning rates by the number of updates
-norms.py         norms of gradients, of which each rank has a part; clipping
+Its files::
+
+    optimizer.py     Optimizer; chain: clip first; from_updates; ema: an average; by_name: by group
+    elementwise.py   adamw, sgd: by fused kernels, or by formulas where somebody looks through
+    whole.py         muon: on whole matrices
+    rates.py         learning rates by the number of updates
+    norms.py         norms of gradients, of which each rank has a part; clipping
 """
 
 from typing import TYPE_CHECKING

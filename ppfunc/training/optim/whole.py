@@ -50,7 +50,8 @@ def muon(
     """Make an optimizer of matrices: momentum with all its singular values near 1.
 
     Equivalent to, for every matrix of ``rows`` and ``columns``, and every matrix of a stack of three
-    dimensions, such as the weights of experts:
+    dimensions, such as the weights of experts::
+
         mean = momentum * mean + (1 - momentum) * g
         direction = newton_schulz((1 - momentum) * g + momentum * mean if nesterov else mean)
         p = p - lr * weight_decay * p - lr * sqrt(max(1, rows / columns)) * direction
