@@ -49,7 +49,8 @@ def to_json(schedule: Schedule) -> str:
         "name": schedule.name,
         "placement": schedule.placement,
         "chains": [
-            {"stages": f.stages, "microbatches": _bounds(f)} | ({} if f.edges is None else {"edges": f.edges})
+            {"stages": f.stages, "microbatches": bounds(f.microbatches)}
+            | ({} if f.edges is None else {"edges": f.edges})
             for f in schedule.flows
         ],
         "skips": schedule.skips,
@@ -61,14 +62,6 @@ def to_json(schedule: Schedule) -> str:
         for program in schedule.programs
     )
     return f'{json.dumps(head)[:-1]}, "programs": [\n{programs}\n]}}\n'
-
-
-def _bounds(flow: Flow) -> Any:
-    if isinstance(flow.microbatches, range) and flow.microbatches.step != 1:
-        raise ValueError(
-            f"the microbatches of a flow are a range with step 1, or a tuple, got {flow.microbatches}"
-        )
-    return bounds(flow.microbatches)
 
 
 def from_json(text: str) -> Schedule:

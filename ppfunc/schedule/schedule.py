@@ -344,7 +344,7 @@ def merged(sets: Sequence[range | tuple[int, ...]]) -> range | tuple[int, ...]:
 
 def bounds(microbatches: range | tuple[int, ...]) -> dict[str, Any] | list[int]:
     """Write the numbers of microbatches as JSON has them."""
-    if isinstance(microbatches, range):
+    if isinstance(microbatches, range) and microbatches.step == 1:
         return [microbatches.start, microbatches.stop]
     return {"numbers": [*microbatches]}
 

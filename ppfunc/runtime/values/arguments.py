@@ -887,7 +887,12 @@ def read_arguments(
     left_out, weightless = (
         (frozenset[int](),) * 2 if abstract or mixed else _zeros(weights, schedule.per_sequence)
     )
-    if last is not None and reader.as_known and last.weightless == weightless:
+    if (
+        last is not None
+        and last.weightless == weightless
+        and last.trees.keys() == reader.trees.keys()
+        and all(tree is last.trees[name] for name, tree in reader.trees.items())
+    ):
         form = last
     else:
         heads = {schedule.model_stages[stage] for stage in schedule.heads}
@@ -943,13 +948,6 @@ class _Reader:
     def __init__(self, known: Mapping[str, TreeForm], microbatches: int, abstract: bool) -> None:
         self.trees: dict[str, TreeForm] = {}
         self._known, self._microbatches, self._abstract = known, microbatches, abstract
-
-    @property
-    def as_known(self) -> bool:
-        """Tell whether the trees have the names and forms of the trees of the earlier call."""
-        return self.trees.keys() == self._known.keys() and all(
-            form is self._known[name] for name, form in self.trees.items()
-        )
 
     def read(self, tree: Any, name: str, microbatches: int | None = None) -> Leaves:
         """Read the leaves of a tree.

@@ -149,12 +149,13 @@ def earliest(schedule: Schedule, costs: Costs, ops: Set[Op] = COMPUTE) -> Earlie
             if not flow.always(stage, origin, shift):
                 without = (m for m in schedule.numbers[stage] if not flow.takes(m, origin, shift))
                 lines[value + 2 * shift][0].update(dict.fromkeys(without, -inf))
-    kinds = _kinds(schedule, flow, lines, costs, ops)
+    unlike = _unlike(schedule, costs)
+    kinds = _kinds(schedule, flow, lines, costs, unlike, ops)
     times = EarliestTimes(tuple([] for _ in schedule.programs), tuple([] for _ in schedule.programs), {})
     ready = list(range(schedule.ranks - 1, -1, -1))
     runs = []
     for rank, program in enumerate(schedule.programs):
-        work = _work(program, ops, kinds, costs)
+        work = _work(program, ops, kinds, unlike)
         copied = {(parts[0][1], m): length for m, (op, parts, length, *_) in work if op is Op.OFFLOAD}
         beside = None if ops <= COMPUTE else _Beside(rank, copied)
         runs.append(_run(rank, work, beside, times.starts[rank], times.ends[rank], ready))
@@ -214,13 +215,14 @@ def _run(
 
 
 def _kinds(
-    schedule: Schedule, flow: Dataflow, lines: Mapping[int, Line], costs: Costs, ops: Set[Op]
-) -> Kinds:
+    schedule: Schedule, flow: Dataflow, lines: Mapping[int, Line], costs: Costs, unlike: Sequence[Costs],
+    ops: Set[Op],
+) -> Kinds:  # fmt: skip
     """Time the kinds of instruction that occur, by op and stage, pairs excepted."""
     home, every = schedule.placement, schedule.ops & ops - {Op.OVERLAP_F_B}
-    kinds: Kinds = [{} for _ in range(_unlike(schedule, costs))]
-    for stage, op, n in product(range(schedule.stages), every, range(len(kinds))):
-        of = costs.of_slice(n) if KINDS[op].microbatch and schedule.slices else costs
+    kinds: Kinds = [{} for _ in unlike]
+    for stage, op, (n, each) in product(range(schedule.stages), every, enumerate(unlike)):
+        of = each if KINDS[op].microbatch else costs
         made = flow.output(stage, 0) + KINDS[op].product
         reads = tuple(
             (lines[value + 2 * shift], 0, of.message_of(origin) if home[origin] != home[stage] else 0)
@@ -234,12 +236,13 @@ def _kinds(
     return kinds
 
 
-def _unlike(schedule: Schedule, costs: Costs) -> int:
-    """Return the number of slices of a sequence that have costs of their own."""
-    return max(1, len(costs.fitting(slices=schedule.slices).slices)) if schedule.slices else 1
+def _unlike(schedule: Schedule, costs: Costs) -> Sequence[Costs]:
+    """Return the costs of every slice of a sequence; a single entry where slices are alike."""
+    own = costs.fitting(slices=schedule.slices).slices if schedule.slices else ()
+    return own or [costs]
 
 
-def _work(program: Program, ops: Set[Op], kinds: Kinds, costs: Costs) -> list[Work]:
+def _work(program: Program, ops: Set[Op], kinds: Kinds, unlike: Sequence[Costs]) -> list[Work]:
     """List the instructions of a rank that have a cost, adding kinds of pairs as they are met."""
     slices, alike = len(kinds), kinds[0]
 
@@ -251,7 +254,7 @@ def _work(program: Program, ops: Set[Op], kinds: Kinds, costs: Costs) -> list[Wo
             inputs = (*one.inputs, *((line, distance, late) for line, _, late in other.inputs))
             products = (*one.products, *((line, distance + shift) for line, shift in other.products))
             parts = (*one.parts, (*other.parts[0][:2], distance))
-            own = (costs.of_slice(m % slices) if slices > 1 else costs).of("overlapped", forward.stage)
+            own = unlike[m % slices].of("overlapped", forward.stage)
             length = one.length + other.length if own is None else own
             mine[key] = TimedOp(Op.OVERLAP_F_B, parts, length, inputs, products)
         return mine[key]
@@ -521,17 +524,17 @@ def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Nu
     held during its F and from the start of its RECOMPUTE, its checkpoint in between.
     """
     require_schedule(schedule)
-    costs, slices = require_costs(costs), _unlike(schedule, require_costs(costs))
+    unlike = _unlike(schedule, require_costs(costs))
     names = ("activation", "weight_share", "checkpoint")
     peaks = []
     for rank in range(schedule.ranks):
         # Equal sizes are counted together and only then multiplied, so that floats do not drift.
         sizes: dict[tuple[Number, ...], set[Any]] = {}
-        for stage, n in product(schedule.stages_of(rank), range(slices)):
-            of = costs.of_slice(n) if schedule.slices else costs
-            place = stage if slices == 1 else (stage, n)
+        for stage, (n, of) in product(schedule.stages_of(rank), enumerate(unlike)):
+            place = stage if len(unlike) == 1 else (stage, n)
             sizes.setdefault(tuple(of.of(name, stage) for name in names), set()).add(place)
-        states = set(zip(*(held(schedule, rank, places, slices) for places in sizes.values()), strict=True))
+        counts = (held(schedule, rank, places, len(unlike)) for places in sizes.values())
+        states = set(zip(*counts, strict=True))
         memory = (
             sum(
                 size * (whole + share * shares) + checkpoint * checkpoints
@@ -592,14 +595,14 @@ def _all_instructions(schedule: Schedule, costs: Costs, times: EarliestTimes) ->
     if schedule.ops <= COMPUTE:
         return times.starts, times.ends
     flow = Dataflow(schedule)
-    slices = _unlike(schedule, costs)
+    unlike = _unlike(schedule, costs)
+    slices = len(unlike)
     # Per end of a message: by microbatch, when its value is there; how long it takes, or that by slice.
     carried: dict[object, tuple[Mapping[Any, Time], Any]] = {}
     nothing: tuple[Mapping[Any, Time], Any] = {}, 0
     for end, route in flow.routes.items():
         value, _ = flow.content(route.first)
-        of = [costs.of_slice(n) if schedule.slices else costs for n in range(slices)]
-        latencies = [each.message_of(flow.place(value)[0]) for each in of]
+        latencies = [each.message_of(flow.place(value)[0]) for each in unlike]
         carried[end] = times.done.get(value, {}), latencies[0] if slices == 1 else latencies
     starts: list[list[Time]] = [[] for _ in schedule.programs]
     ends: list[list[Time]] = [[] for _ in schedule.programs]

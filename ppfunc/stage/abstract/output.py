@@ -123,13 +123,9 @@ class StageFunction:
         state = _in_order_of(rest[-1], out.state) if rest else out.state
         if self.weightless and loss is not None:
             loss = loss.detach()  # 0 times a gradient that is not finite would be NaN
-        carry = tree_map(_detached, out.carry) if self.ends else out.carry
+        carry = tree_map(torch.Tensor.detach, out.carry) if self.ends else out.carry
         sent = tuple(skips[s] for s in self.skips) + ((carry,) if self.carries else ())
         return (activation, sent, loss), (outputs, out.metrics, aux, state)
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _of_loss_function(loss_fn: Callable[[Any, Any], Any], y: Any, target: Any) -> tuple[Any, Any]:
