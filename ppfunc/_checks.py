@@ -4,10 +4,12 @@ import inspect
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
+from dis import opname
 from functools import wraps
 from math import inf
 from numbers import Real
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from types import UnionType
+from typing import Any, NoReturn, ParamSpec, TypeVar, Union, get_args, get_origin
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,7 +136,11 @@ def not_copied(kind: str, mend: str) -> Callable[..., NoReturn]:
 
 
 def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function or a class: Python's TypeError for wrong arguments also names those it takes."""
+    """Decorate a function or a class: Python's own errors for wrong arguments say what would be right.
+
+    An unknown or a missing argument is answered by the names of all; an error inside, of an argument that is
+    not as it is annotated, by the name of that argument.
+    """
     if isinstance(function, type):
         maker = "__new__" if issubclass(function, tuple) else "__init__"
         setattr(function, maker, naming_arguments(getattr(function, maker)))
@@ -144,12 +150,42 @@ def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return function(*args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                raise  # from within the function
-            raise TypeError(with_arguments(str(error), function)) from None
+        except (TypeError, AttributeError) as error:
+            if _by_statement(error):
+                raise  # it says what is wrong
+            signature = inspect.signature(function)
+            try:
+                given = signature.bind(*args, **kwargs).arguments
+            except TypeError:
+                raise TypeError(with_arguments(str(error), function)) from None
+            for name, value in given.items():
+                if not _fits(value, kind := signature.parameters[name].annotation):
+                    expected = re.sub(r"\b\w+\.(?=\w)", "", inspect.formatannotation(kind))
+                    raise TypeError(f"{name}: got {shown(value)}, expected {expected}") from error
+            raise
 
     return call
+
+
+def _by_statement(error: Exception) -> bool:
+    """Tell whether a ``raise`` statement raised an error, and not Python itself."""
+    at = error.__traceback__
+    while at and at.tb_next:
+        at = at.tb_next
+    return at is None or opname[at.tb_frame.f_code.co_code[at.tb_lasti]] == "RAISE_VARARGS"
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Tell whether a value, and its items, are as annotated; an annotation that is no class fits all."""
+    origin, inner = get_origin(kind) or kind, get_args(kind)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in inner)
+    if origin is Any or not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
+        return True
+    if not isinstance(value, Real if origin is float else origin):
+        return False
+    items = value if inner and isinstance(value, Sequence) and origin is not tuple else ()
+    return all(_fits(item, inner[0]) for item in items)
 
 
 def with_arguments(error: str, function: Callable[..., Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pickle
 from copy import deepcopy
 
@@ -14,6 +15,7 @@ import ppfunc as pp
 from ppfunc.schedule import (
     B,
     F,
+    Flow,
     ScheduleError,
     gpipe,
     one_f_one_b,
@@ -258,6 +260,21 @@ MISTAKES = {
         TypeError,
         r"plan\(\) got .* 'memory'; .*it takes ranks, microbatches, costs, cap, ",
     ),
+    "a number in the place of a list": (
+        lambda: pp.with_parts(SCHEDULE, ranks=2),
+        TypeError,
+        r"^ranks: got 2 of type int, expected Sequence\[int\] | None$",
+    ),
+    "a flow in the place of a list": (
+        lambda: pp.arrange([0, 1], Flow((0, 1), range(4))),
+        ScheduleError,
+        r"^flow 0 is a tuple, expected a Flow$",
+    ),
+    "the number of microbatches of a flow": (
+        lambda: pp.arrange([0, 1], [Flow((0, 1), 4)]),
+        ScheduleError,
+        r"flow 0 has microbatches 4, expected a range with at least one, in steps of one, such as range\(8\)",
+    ),
     "a backward twice on the first rank": (
         step_of([dense] * 2, twice(0)),
         ScheduleError,
@@ -338,6 +355,36 @@ def test_a_mistake_is_answered(mistake):
     call, error, message = MISTAKES[mistake]
     with pytest.raises(error, match=message):
         call()
+
+
+BY_POSITION = {
+    "B",
+    "F",
+    "I",
+    "W",
+    "overlap",
+    "parse_instruction",
+    "parts_of",
+    "find_builder",
+    "prime_factors",
+}
+FUNCTIONS = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (pp, pp.schedule, pp.parallel, pp.optim, pp.checkpoint)
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name)) and name not in BY_POSITION
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_public_functions_name_their_arguments(name):
+    parameters = inspect.signature(FUNCTIONS[name]).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return  # they are for another function
+    with pytest.raises(
+        TypeError, match=r"\(\) got .*'not_an_argument'.*; it takes |: got not_an_argument, and"
+    ):
+        FUNCTIONS[name](not_an_argument=1)
 
 
 def test_values_whose_arguments_are_named_are_values_still():

@@ -184,11 +184,14 @@ def _compare(options: Options) -> tuple[int, str]:
     if ranks is None or microbatches is None:
         raise ValueError("--ranks and --microbatches are missing: say how many there are, or name a file")
     builders = [find_builder(item) for item in items if isinstance(item, str)]
-    chosen = not items or any("chunks" in inspect.signature(build).parameters for build in builders)
-    chunks = options.pop("chunks", 2) if chosen else 2
-    require_size(ranks, microbatches, chunks)
+    named = {name for build in builders for name in inspect.signature(build).parameters}
+    taken = named if items else {"chunks"}
+    chunks, slices = (options.pop(name, 2) if name in taken else 2 for name in ("chunks", "slices"))
+    require_size(ranks, microbatches * slices, chunks)
     cap = options.pop("cap", None)
-    overview = compare_schedules(ranks, microbatches, items or None, costs, cap=cap, chunks=chunks)
+    overview = compare_schedules(
+        ranks, microbatches, items or None, costs, cap=cap, chunks=chunks, slices=slices
+    )
     sizes = () if form == "json" or cap is not None else ("activation", "parameters")
     unseen = [name for name in sizes if costs and not isinstance(getattr(costs, name), tuple)]
     require_effect(given, [row.timeline.schedule for row in overview.rows], unseen)
@@ -404,6 +407,7 @@ COMMANDS = {
             "ranks": "number of ranks; default: that of the first file",
             "microbatches": "number of microbatches; default: that of the first file",
             "chunks": "stages per rank, where that is a choice; default: 2",
+            "slices": "slices of a sequence (seq1f1b, seq_zb, decode), a microbatch here; default: 2",
             "cap": "memory of a rank, in the unit of the costs; default: no limit",
             "width": "pixels of an svg",
             "format": {

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from ppfunc._checks import (
     limited,
+    naming_arguments,
     require_counts,
     require_index,
     require_number,
@@ -136,6 +137,7 @@ class Partition:
             )
 
 
+@naming_arguments
 def partition_uniform(
     layers: int, stages: int, *, remainder: Literal["first", "last"] = "first", allow_empty: bool = False
 ) -> Partition:
@@ -165,6 +167,7 @@ def partition_uniform(
     return Partition.from_sizes(sizes if remainder == "first" else sizes[::-1], allow_empty)
 
 
+@naming_arguments
 def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bool = False) -> Partition:
     """Cut layers into stages with the least maximum load, exactly, for any weights that are not negative.
 
@@ -190,6 +193,7 @@ def partition_balanced(weights: Sequence[float], stages: int, *, allow_empty: bo
     return Partition(tuple(_even_cuts(prefix, stages, _least_maximum(prefix, stages))))
 
 
+@naming_arguments
 def slice_lengths(tokens: int, slices: int, attention: float = 0, *, multiple: int = 1) -> tuple[int, ...]:
     """Cut the tokens of a sequence into slices such that the dearest slice costs the least, exactly.
 
@@ -278,6 +282,7 @@ def _even_cuts(prefix: Sequence[int], stages: int, limit: int) -> list[int]:
     return [*boundaries, last]
 
 
+@naming_arguments
 def partition_layers(
     layers: int,
     stages: int,
@@ -334,6 +339,7 @@ def partition_layers(
     return Partition.from_sizes(sizes, allow_empty)
 
 
+@naming_arguments
 def effective_loads(
     partition: Partition, input_weight: float = 1, output_weight: float = 1
 ) -> tuple[float, ...]:
@@ -348,6 +354,7 @@ def effective_loads(
     return tuple(loads)
 
 
+@naming_arguments
 def count_stages(
     layers: int,
     ranks: int,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 
-from ppfunc._checks import require_counts, require_index, require_one_of
+from ppfunc._checks import naming_arguments, require_counts, require_index, require_one_of
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,7 @@ class Topology:
             )
 
 
+@naming_arguments
 def default_grid(world_size: int) -> Topology:
     """Choose a topology of ``world_size`` ranks with the axes pipe and data.
 
@@ -241,6 +242,7 @@ Placement = tuple[int, ...]
 """``placement[stage]`` is the rank that holds the stage."""
 
 
+@naming_arguments
 def loop(ranks: int, chunks: int = 1) -> Placement:
     """Deal stages round the ranks, ``chunks`` times: stage ``s`` is on rank ``s % ranks``.
 
@@ -251,6 +253,7 @@ def loop(ranks: int, chunks: int = 1) -> Placement:
     return tuple(range(ranks)) * chunks
 
 
+@naming_arguments
 def v_shape(ranks: int, chunks: int = 2) -> Placement:
     """Let stages go up the ranks, down, up again, ``chunks`` times: the two stages at a turn share a rank.
 
@@ -262,6 +265,7 @@ def v_shape(ranks: int, chunks: int = 2) -> Placement:
     return tuple(rank for chunk in range(chunks) for rank in (up[::-1] if chunk % 2 else up))
 
 
+@naming_arguments
 def explicit(ranks_of_stages: Iterable[int]) -> Placement:
     """Make the placement with these ranks: that of stage 0, of stage 1, and so on.
 
@@ -286,6 +290,7 @@ def explicit(ranks_of_stages: Iterable[int]) -> Placement:
     return placement
 
 
+@naming_arguments
 def place(style: str, ranks: int, stages: int) -> Placement:
     """Place ``stages`` stages on ``ranks`` ranks in a style.
 
@@ -310,6 +315,7 @@ def place(style: str, ranks: int, stages: int) -> Placement:
     return styles[style](ranks, stages // ranks)
 
 
+@naming_arguments
 def stages_of(placement: Sequence[int], rank: int) -> tuple[int, ...]:
     """List the stages that ``rank`` holds, ascending.
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Rational
 from typing import Any
 
-from ppfunc._checks import require_type
+from ppfunc._checks import naming_arguments, require_type
 
 from .errors import require_schedule
 from .instruction import FormatError, Instruction, parse_instruction, shortened
@@ -34,6 +34,7 @@ _MOST_CONTAINERS, _MOST_COMMAS = 2_000_000, 10_000_000
 _LONGEST = 2**20  # characters of costs
 
 
+@naming_arguments
 def to_json(schedule: Schedule) -> str:
     """Return the JSON text of ``schedule``, one line per rank.
 
@@ -64,6 +65,7 @@ def to_json(schedule: Schedule) -> str:
     return f'{json.dumps(head)[:-1]}, "programs": [\n{programs}\n]}}\n'
 
 
+@naming_arguments
 def from_json(text: str) -> Schedule:
     """Read the schedule that the JSON ``text`` describes; it is not yet checked.
 

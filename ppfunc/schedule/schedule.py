@@ -22,6 +22,7 @@ Step = tuple[Instruction, ...]
 Program = tuple[Step, ...]
 
 
+@naming_arguments
 class Flow(NamedTuple):
     """The way of a set of microbatches through the stages: a chain, or a graph.
 
@@ -356,6 +357,7 @@ def by_place(flows: Sequence[Flow]) -> tuple[tuple[int, ...], ...]:
     return tuple(zip(*(f.stages for f in flows), strict=False))
 
 
+@naming_arguments
 @collector_paused()
 def single_chain(
     name: str,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ppfunc._checks import not_copied, require_stages, require_type
+from ppfunc._checks import naming_arguments, not_copied, require_stages, require_type
 from ppfunc.stage._torch import version
 from ppfunc.stage.abstract.captures import READS
 from ppfunc.stage.constants import with_constants, without_constants
@@ -257,6 +257,7 @@ class Split:
             )
 
 
+@naming_arguments
 def materialize(
     split: Split,
     stages: Iterable[int] | None = None,

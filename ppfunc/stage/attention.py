@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ppfunc._checks import require_counts, shown
+from ppfunc._checks import naming_arguments, require_counts, shown
 
 from ._torch import transforms
 
@@ -17,6 +17,7 @@ aten = torch.ops.aten
 Carry = tuple[tuple[Tensor, Tensor], ...]
 
 
+@naming_arguments
 def carried_attention(
     q: Tensor,
     k: Tensor,

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention
 
+from ppfunc._checks import naming_arguments
+
 from ._torch import FUNCTIONAL_COLLECTIVES as functional, load_collectives
 from .layout import require_axis
 
@@ -85,6 +87,7 @@ def all_to_all(x: Tensor, mesh: DeviceMesh, split_axis: int, concat_axis: int) -
     return _apply("all_to_all", x, mesh, split_axis, concat_axis)
 
 
+@naming_arguments
 def context_attention(q: Tensor, k: Tensor, v: Tensor, axis: DeviceMesh, causal: bool = True) -> Tensor:
     """Attend over sequences that are cut over the ranks of an axis, in the order of the ranks.
 

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ppfunc._checks import naming_arguments
+
 from ._torch import awaited, dtensor, dtensor_class, is_dtensor, part_of, strided_shard
 from .tree import tree_leaves
 
@@ -195,6 +197,7 @@ class Boundary(NamedTuple):
         return self._replace(inputs=inputs, outputs=outputs)
 
 
+@naming_arguments
 def with_layouts(
     fn: Callable[..., Any], mesh: DeviceMesh, *, inputs: Any = None, outputs: Any = None
 ) -> Callable[..., Any]:

@@ -339,6 +339,7 @@ def _same(now: Any, before: Any) -> bool:
 Layer = Callable[..., Any]  # layer(params, x, *extras) -> y
 
 
+@naming_arguments
 def stages_from_layers(layers: Sequence[Layer], partition: Partition) -> list[Layer]:
     """Make a function for each stage of the partition, which runs the layers of that stage in their order.
 
@@ -406,6 +407,7 @@ tensor.
 """
 
 
+@naming_arguments
 def parallelize(
     module: nn.Module,
     mesh: DeviceMesh,
@@ -471,6 +473,7 @@ def parallelize(
     return ModuleStage(declaring(fn, Boundary.of(fn)._replace(params=layouts)), params, state)
 
 
+@naming_arguments
 def shard(params: Any, mesh: DeviceMesh, rule: Rule) -> Any:
     """Lay the leaves of a tree over the ranks of a mesh, by a rule; every rank of the mesh calls it.
 

@@ -21,6 +21,8 @@ import torch
 from einops import einsum, rearrange, reduce, repeat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ppfunc._checks import naming_arguments
+
 from ._torch import TorchDispatchMode, jvp
 from .layout import Boundary, declaring, distributed, layout_of, local, whole
 from .operators import draws, effects_of, is_collective, written
@@ -63,6 +65,7 @@ def batched(
     return treedef.unflatten(next(mapped) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
 
 
+@naming_arguments
 def ensemble(
     stages: Sequence[Stage], loss_fn: Loss, *, randomness: str = "error", carry: bool = False
 ) -> tuple[list[Stage], Loss]:

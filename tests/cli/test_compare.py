@@ -77,3 +77,11 @@ def test_a_wrong_file_exits_with_1(run, tmp_path):
     (tmp_path / "wrong.csv").write_text("0F0,0B0\n1B0,1F0\n")
     code, out, err = run("compare", tmp_path / "wrong.csv")
     assert (code, out) == (1, "") and "1B0" in err
+
+
+def test_schedules_of_slices_are_compared(run):
+    code, out, _ = run("compare", *SHAPE, "--slices", 4, "1f1b", "seq1f1b")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()[1:3]] == ["seq1f1b", "1f1b"]
+    for names in ([], ["1f1b", "zbv"]):
+        code, _, err = run("compare", *SHAPE, "--slices", 4, *names)
+        assert code and "--slices changes nothing here" in err

@@ -63,8 +63,10 @@ FAULTS = {
     "flow 0 has microbatches (), expected a range": diamond(microbatches=()),
     "stage 1 occurs twice in flow 0": diamond(stages=(0, 1, 1, 2, 3)),
     "stage 3 is in no flow": diamond(stages=(0, 1, 2), edges=((0, 1), (0, 2))),
+    "microbatch 1 is in no flow, expected it in one": diamond(microbatches=(0, 2)),
+    "microbatch 0 is in no flow, expected it in one": diamond(microbatches=range(1, 3)),
     "microbatch 1 is in two flows": replace(DEALT, flows=(*DEALT.flows[:2], Flow((0, 1), range(1, 3)))),
-    "one of the flows 0 and 2 has the edge (0, 1), both have its stages": replace(
+    "flow 0 has the edge (0, 1), and flow 2, with both stages, has not": replace(
         DEALT, flows=(*DEALT.flows[:2], Flow((0, 1), range(2, 3), ()))
     ),
     "1 edges lead to stage 0 in flow 0, and 0 in flow 2": replace(
@@ -72,7 +74,7 @@ FAULTS = {
         flows=(*(f._replace(edges=None) for f in DEALT.flows[:2]), DEALT.flows[2]),
         skips=(),
     ),
-    "stage 0 is the last of one of the flows 0 and 2": replace(
+    "flow 2 ends in stage 0, and flow 0 goes on: expected it last in both": replace(
         DEALT, flows=(*DEALT.flows[:2], Flow((0,), range(2, 3)))
     ),
     "in different orders": replace(

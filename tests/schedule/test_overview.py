@@ -19,6 +19,7 @@ from ppfunc.schedule import (
     lower_bound,
     one_f_one_b,
     place_communication,
+    seq1f1b,
     simulate,
     to_csv,
     to_scatter,
@@ -124,6 +125,18 @@ def test_schedules_themselves_are_taken_and_proved():
     assert [row.name for row in overview.rows] == ["zbv", "gpipe", "1f1b"]
     with pytest.raises(ScheduleError, match="1I2: its weight gradient W is missing"):  # which runs to its end
         compare_schedules(2, 4, [from_csv(to_csv(zb_h1(2, 4)).replace("1W2", ""))])
+
+
+def test_schedules_of_one_name_are_told_apart():
+    same = one_f_one_b(2, 4)
+    names = [row.name for row in compare_schedules(2, 4, [same, gpipe(2, 4), same, "1f1b"]).rows]
+    assert sorted(names) == ["1f1b", "1f1b #2", "1f1b #3", "gpipe"]
+
+
+@pytest.mark.parametrize("slices", [1, 2, 5])
+def test_the_number_of_slices_is_taken(slices):
+    (row,) = compare_schedules(2, 4, ["seq1f1b"], slices=slices, chunks=1).rows
+    assert row.timeline.schedule == seq1f1b(2, 4, slices)
 
 
 def test_bounds_hold_under_the_cap_and_are_left_out_where_they_do_not():

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ppfunc._checks import naming_arguments
 from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import FlatProgram, LeafSignature
 from ppfunc.stage._torch import add_into_each, address, is_wrapped, transforming
@@ -762,6 +763,7 @@ def _update(buffers: Buffers) -> ParameterUpdate:
 # -- a forward and a backward as one, of an OVERLAP_F_B
 
 
+@naming_arguments
 def interleaved() -> Overlapped:
     """Run the forward and the backward of a pair as one traced program, their operators in turn.
 
@@ -796,6 +798,7 @@ def _recipe(program: Program) -> Any:
     return program.recipe
 
 
+@naming_arguments
 def two_streams() -> Overlapped:
     """Run the backward of a pair on a stream of its own beside the forward.
 

@@ -55,6 +55,7 @@ class Replicated:
 register_pytree_node(Replicated, lambda marked: ([marked.tree], None), lambda trees, _: Replicated(*trees))
 
 
+@naming_arguments
 def replicated(tree: Any) -> Replicated:
     """Mark a part of a batch without the batch's rows, such as a table: every microbatch takes it whole.
 
@@ -587,6 +588,7 @@ def read_tree(tree: Any, name: str, microbatches: int) -> tuple[Leaves, TreeForm
     )
 
 
+@naming_arguments
 def microbatch(
     batch: Any, microbatches: int, *, slices: int | Sequence[int] | None = None, axis: int = 1
 ) -> Microbatches:

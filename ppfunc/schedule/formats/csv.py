@@ -35,7 +35,7 @@ from dataclasses import replace
 from itertools import count
 from operator import itemgetter
 
-from ppfunc._checks import require_type
+from ppfunc._checks import naming_arguments, require_type
 
 from ..errors import ScheduleError, require_schedule
 from ..instruction import (
@@ -64,6 +64,7 @@ _WAIT = "WAIT_"
 _SLICES = "slices="
 
 
+@naming_arguments
 def to_csv(schedule: Schedule, *, waits: bool = False) -> str:
     r"""Return the CSV text of ``schedule``: a row per rank, a cell per instruction.
 
@@ -101,6 +102,7 @@ def _cells(schedule: Schedule, rank: int, waits: bool) -> Iterator[str]:
         yield from [*map(str, step), *(str(i).replace(i.op, _WAIT + i.op) for i in awaited)] or idle
 
 
+@naming_arguments
 def from_csv(text: str, name: str = "csv") -> Schedule:
     """Read the schedule that the CSV ``text`` describes; it is not yet checked.
 
@@ -315,6 +317,7 @@ _MESSAGE, _REDUCTION, _COMPUTE = range(3)
 _Item = tuple[float, int, int, Instruction]
 
 
+@naming_arguments
 def to_torch_csv(schedule: Schedule, *, waits: bool | None = None) -> str:
     r"""Return the CSV text with which torch's runtime computes the mean gradients over the microbatches.
 

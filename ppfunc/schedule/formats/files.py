@@ -19,6 +19,7 @@ from .trace import from_trace
 LIMIT = 256 * 2**20
 
 
+@naming_arguments
 def read_schedule(path: str | PathLike[str]) -> Schedule:
     """Read a schedule from a file, unchecked: JSON or a trace if it begins with ``{``, else CSV.
 

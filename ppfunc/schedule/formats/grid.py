@@ -11,7 +11,7 @@ from collections.abc import Container
 from math import ceil, floor
 from typing import NamedTuple
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import naming_arguments, require_counts
 
 from ..costs import Costs
 from ..errors import ScheduleError, require_schedule
@@ -31,6 +31,7 @@ class Bar(NamedTuple):
     end: float
 
 
+@naming_arguments
 def to_grid(schedule: Schedule | Timeline, *, width: int | None = None) -> str:
     """Return the grid of a schedule, one line per rank.
 
@@ -173,6 +174,7 @@ def bars_of(timeline: Timeline, ops: Container[Op] = COMPUTE) -> list[list[Bar]]
     ]
 
 
+@naming_arguments
 def to_steps(schedule: Schedule) -> str:
     """Write a schedule in the form of DeepSpeed's instruction streams: every rank, step by step.
 

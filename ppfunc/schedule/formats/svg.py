@@ -14,7 +14,7 @@ from numbers import Real
 from textwrap import fill
 from typing import NamedTuple
 
-from ppfunc._checks import require_index
+from ppfunc._checks import naming_arguments, require_index
 
 from ..instruction import COMPUTE, KINDS, Kind, Op, Unit, parts_of
 from ..proof.timeline import Timeline, simulate
@@ -70,6 +70,7 @@ class _Scale(NamedTuple):
         return self.row - 4
 
 
+@naming_arguments
 def to_svg(schedule: Schedule | Timeline, *, width: float | None = None, edges: Iterable[int] = ()) -> str:
     """Return the picture of a schedule in time as the text of an SVG file.
 

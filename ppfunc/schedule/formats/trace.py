@@ -17,6 +17,8 @@ from dataclasses import replace
 from math import inf, nextafter
 from typing import Any, NamedTuple, Self
 
+from ppfunc._checks import naming_arguments
+
 from ..instruction import COMPUTE, KINDS, FormatError, Instruction, Op, Unit, microbatch_of, parts_of
 from ..json import load, read, read_schedule_at, simple, to_json
 from ..proof.structure import check_structure
@@ -46,6 +48,7 @@ _UNITS = list(_TRACKS)
 _BESIDE = [op for op, kind in KINDS.items() if kind.unit in _TRACKS and op not in COMPUTE]
 
 
+@naming_arguments
 def to_trace(schedule: Schedule | Timeline) -> str:
     """Return the trace of a schedule in time as JSON text.
 
@@ -78,6 +81,7 @@ def to_trace(schedule: Schedule | Timeline) -> str:
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n],\n"{_KEY}": {_data(timeline)}}}\n'
 
 
+@naming_arguments
 def from_trace(trace: str | dict[str, Any]) -> Timeline:
     """Read the timeline of a trace that :func:`to_trace` has written, in the unit that it had there.
 

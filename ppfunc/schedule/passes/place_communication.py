@@ -8,7 +8,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from ppfunc._checks import require_counts
+from ppfunc._checks import naming_arguments, require_counts
 
 from ..collector import collector_paused
 from ..costs import Costs
@@ -46,6 +46,7 @@ class Computes(NamedTuple):
     before: list[int]  # by gap, the end of the last one before it
 
 
+@naming_arguments
 @collector_paused()
 def place_communication(schedule: Schedule, *, lookahead: int = 0) -> Schedule:
     """Write every message that the data flow needs between ranks into the programs.

@@ -8,7 +8,7 @@ import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
-from ppfunc._checks import require_counts, require_stages
+from ppfunc._checks import naming_arguments, require_counts, require_stages
 
 from ..errors import require_schedule
 from ..instruction import (
@@ -62,6 +62,7 @@ def insert(program: Program, before: Insertions, behind: Insertions) -> Program:
     )
 
 
+@naming_arguments
 def remove_communication(schedule: Schedule) -> Schedule:
     """Cross out every SEND and RECV; a step that held nothing else is dropped.
 
@@ -75,6 +76,7 @@ def remove_communication(schedule: Schedule) -> Schedule:
     return cross_out(schedule, lambda i: i.op in COMMUNICATION)
 
 
+@naming_arguments
 def remove_tail(schedule: Schedule) -> Schedule:
     """Cross out REDUCE_TIED, REDUCE_GRAD and STEP: undoes ``append_tail``.
 
@@ -85,6 +87,7 @@ def remove_tail(schedule: Schedule) -> Schedule:
     return cross_out(schedule, lambda i: i.op in TAIL)
 
 
+@naming_arguments
 def remove_unshards(schedule: Schedule) -> Schedule:
     """Cross out UNSHARD and RESHARD: undoes ``insert_unshards``.
 
@@ -95,6 +98,7 @@ def remove_unshards(schedule: Schedule) -> Schedule:
     return cross_out(schedule, lambda i: i.op in SHARDING)
 
 
+@naming_arguments
 def remove_slots(schedule: Schedule) -> Schedule:
     """Return the schedule without slots; passes that add instructions begin with this.
 
@@ -108,6 +112,7 @@ def remove_slots(schedule: Schedule) -> Schedule:
     return rewrite(schedule, lambda program: (tuple(map(_bare, step)) for step in program))
 
 
+@naming_arguments
 def compute_only(schedule: Schedule) -> Schedule:
     """Keep the compute of ``schedule``, as builders write it; a step without compute becomes idle.
 
@@ -123,6 +128,7 @@ def compute_only(schedule: Schedule) -> Schedule:
     )
 
 
+@naming_arguments
 def forward_only(schedule: Schedule) -> Schedule:
     """Keep the loads and forwards in their order, without communication: the schedule for evaluation.
 
@@ -140,6 +146,7 @@ def _forwards(step: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
     return tuple(part for i in step for part in parts_of(i) if part.op in (Op.F, Op.LOAD))
 
 
+@naming_arguments
 def split_backward(schedule: Schedule, *, overlapped: bool = False) -> Schedule:
     """Replace every B by I and then, in a step of its own, W.
 
@@ -178,6 +185,7 @@ def _split(instruction: Instruction, overlapped: bool) -> tuple[Instruction, Ins
     return instruction, None
 
 
+@naming_arguments
 def merge_backward(schedule: Schedule) -> Schedule:
     """Replace an I and the W of the same stage and microbatch by B where nothing stands between them.
 
@@ -243,6 +251,7 @@ def _insert_before(
     return rewrite(bare, lambda program: map(written, program))
 
 
+@naming_arguments
 def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule:
     """Put a LOAD right before every forward that takes data: inputs first, targets last.
 
@@ -266,6 +275,7 @@ def _messages_first(step: Step) -> Step:
     return tuple(sorted(step, key=lambda i: i.op not in COMMUNICATION))
 
 
+@naming_arguments
 def insert_offloads(
     schedule: Schedule, stages: Iterable[int] | None = None, *, lookahead: int = 1
 ) -> Schedule:
@@ -315,6 +325,7 @@ def _moved(program: Program, chosen: set[int], lookahead: int) -> Program:
     return insert(program, back, leave)
 
 
+@naming_arguments
 def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -> Schedule:
     """Keep only the inputs of forwards, which run again right before their backwards.
 
@@ -337,6 +348,7 @@ def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -
     return _insert_before(schedule, Op.RECOMPUTE, RESIDUAL_OPS, wanted)
 
 
+@naming_arguments
 def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedule:
     """Add skip connections: ``Output.skips`` carries values from one stage to a later one.
 
@@ -387,6 +399,7 @@ def with_skips(schedule: Schedule, skips: Collection[tuple[int, int]]) -> Schedu
     return replace(bare, skips=tuple(dict.fromkeys((*schedule.skips, *edges))))
 
 
+@naming_arguments
 def append_tail(
     schedule: Schedule,
     *,
@@ -446,6 +459,7 @@ def append_tail(
     )
 
 
+@naming_arguments
 def reduce_early(schedule: Schedule) -> Schedule:
     """Put every REDUCE_GRAD right behind the last backward of its stage, to overlap other compute.
 
@@ -488,6 +502,7 @@ def _with_reductions(program: Program) -> Program:
 Orders = list[tuple[int, ...]]
 
 
+@naming_arguments
 def insert_unshards(schedule: Schedule, most: int = 2) -> Schedule:
     """Gather the parameters of a stage before they are used, and free them when others need the place.
 

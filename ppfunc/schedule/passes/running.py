@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from ppfunc._checks import require_index
+from ppfunc._checks import naming_arguments, require_index
 
 from ..dataflow import Dataflow
 from ..errors import ScheduleError, cycle_text, require_schedule, schedule_error
@@ -19,6 +19,7 @@ from ..schedule import Program, Schedule, Step
 from .rewrite import remove_slots
 
 
+@naming_arguments
 def allocate_slots(schedule: Schedule) -> Schedule:
     """Set the slot of every instruction that works on a microbatch.
 

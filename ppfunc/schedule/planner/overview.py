@@ -3,12 +3,13 @@ to the bound.
 """
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple
 
-from ppfunc._checks import require_counts, require_number, require_type, show_table
+from ppfunc._checks import naming_arguments, require_counts, require_number, require_type, show_table
 
 from ..builders import BUILDERS, find_builder
 from ..collector import collector_paused
@@ -28,7 +29,7 @@ class ScheduleFigures(NamedTuple):
     """The figures of one schedule.
 
     Args:
-        name: name of the schedule.
+        name: name of the schedule; with a number, such as ``1f1b #2``, where an earlier schedule has it.
         timeline: run on paper, in the unit of the costs.
         peak_activations: most on any rank, in those of one microbatch in one rank's share of the model.
         messages: point-to-point messages in a step.
@@ -138,6 +139,7 @@ class Overview:
 _WHOLE = [name for name, build in BUILDERS.items() if "slices" not in inspect.signature(build).parameters]
 
 
+@naming_arguments
 @collector_paused()
 def compare_schedules(
     ranks: int,
@@ -147,6 +149,7 @@ def compare_schedules(
     *,
     cap: Number | None = None,
     chunks: int = 2,
+    slices: int = 2,
 ) -> Overview:
     """Run schedules on paper for the same model, in as many stages as each schedule has.
 
@@ -159,6 +162,7 @@ def compare_schedules(
             sequence has a number for each stage of the model, in order; replicas cost as much as their stage.
         cap: memory of a rank, in the unit of the costs, for schedules that are built for one.
         chunks: stages per rank, of schedules that let the caller choose.
+        slices: slices of a sequence, of schedules that have them.
 
     Raises:
         ValueError: a schedule for other numbers, an unknown name, schedules with and without backward, costs
@@ -170,21 +174,23 @@ def compare_schedules(
     zb_h1           27   11.1%    11.1%     4        48     1        0.0%
     1f1b            33   27.3%    27.3%     4        48     1       22.2%
     """
-    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    require_counts(ranks=ranks, microbatches=microbatches, chunks=chunks, slices=slices)
     costs = require_costs(costs)
     if cap is not None:
         require_number("cap", cap)
     rows: list[ScheduleFigures] = []
-    refused = []
+    refused, seen = [], Counter[str]()
     for item in _WHOLE if schedules is None else _items(schedules):
         name = item if isinstance(item, str) else item.name
         try:
             if isinstance(item, str):
-                schedule = _built(item, ranks, microbatches, costs, cap, chunks)
+                schedule = _built(item, ranks, microbatches, costs, cap, {"chunks": chunks, "slices": slices})
             else:
                 check(schedule := item)
             if schedules is not None or not schedule.forward_only:
-                rows.append(_figures(schedule, _costs_of(schedule, costs), cap))
+                seen[schedule.name] += 1
+                again = f" #{seen[schedule.name]}" if seen[schedule.name] > 1 else ""
+                rows.append(_figures(schedule, schedule.name + again, _costs_of(schedule, costs), cap))
         except ValueError as error:
             if schedules is not None:
                 raise (error if isinstance(item, Schedule) else ValueError(f"{name}: {error}")) from None
@@ -197,6 +203,7 @@ def compare_schedules(
     return Overview(ranks, microbatches, tuple(rows), tuple(refused), cap)
 
 
+@naming_arguments
 def to_scatter(overview: Overview, *, width: float | None = None) -> str:
     """Draw ``overview`` as an SVG file: each schedule by its bubble and its peak of activations.
 
@@ -241,12 +248,12 @@ def _items(schedules: Iterable[str | Schedule]) -> list[str | Schedule]:
 
 
 def _built(
-    name: str, ranks: int, microbatches: int, costs: Costs, cap: Number | None, chunks: int
+    name: str, ranks: int, microbatches: int, costs: Costs, cap: Number | None, given: Mapping[str, int]
 ) -> Schedule:
     """Build a schedule; a builder that takes costs gets the costs of its stages."""
     build = find_builder(name)
     taken = inspect.signature(build).parameters
-    options = {"chunks": chunks} if "chunks" in taken else {}
+    options = {option: number for option, number in given.items() if option in taken}
     schedule = build(ranks, microbatches, **options)
     if "costs" in taken:
         return build(ranks, microbatches, cap=cap, costs=_costs_of(schedule, costs), **options)
@@ -270,7 +277,7 @@ def _require_same(schedule: Schedule, ranks: int, microbatches: int, first: Sche
         )
 
 
-def _figures(schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFigures:
+def _figures(schedule: Schedule, name: str, costs: Costs, cap: Number | None) -> ScheduleFigures:
     timeline = simulate(schedule, costs)
     held = [
         sum(costs.of("parameters", s) for s in schedule.stages_of(rank)) for rank in range(schedule.ranks)
@@ -285,7 +292,7 @@ def _figures(schedule: Schedule, costs: Costs, cap: Number | None) -> ScheduleFi
         sum(size[stage] for stage in schedule.model_stages_of(rank)) for rank in range(schedule.ranks)
     )
     return ScheduleFigures(
-        name=schedule.name,
+        name=name,
         timeline=timeline,
         peak_activations=float(max(timeline.peak_activations) / activation) if activation else 0.0,
         messages=_messages(schedule),

@@ -37,7 +37,7 @@ from math import lcm
 from numbers import Rational, Real
 from typing import Any, Literal, NamedTuple, Self, get_args
 
-from ppfunc._checks import require_counts, require_type
+from ppfunc._checks import naming_arguments, require_counts, require_type
 from ppfunc.parallel.topology import explicit, stages_of
 
 from ..costs import Costs, Number, exact_portion, require_costs
@@ -265,6 +265,7 @@ class Bound(NamedTuple):
     rank: int
 
 
+@naming_arguments
 def lower_bound(
     costs: Costs, placement: Sequence[int], microbatches: int, cap: Cap = None, objective: Objective = "span"
 ) -> Bound:

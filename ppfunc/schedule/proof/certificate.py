@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby, islice, zip_longest
 
-from ppfunc._checks import require_counts, show_table
+from ppfunc._checks import naming_arguments, require_counts, show_table
 
 from ..collector import collector_paused
 from ..costs import Costs
@@ -95,6 +95,7 @@ class Certificate:
     _repr_pretty_ = show_table
 
 
+@naming_arguments
 @collector_paused()
 def check(schedule: Schedule, *, max_activations: int | None = None) -> Certificate:
     """Prove a schedule, compute only or with communication, in one pass of linear time.

@@ -85,9 +85,10 @@ def _check_flows(schedule: Schedule) -> None:
         if walked and m[-1] - m[0] > instructions:
             raise _plain(f"flow {number} has microbatches up to {m[-1]}, and there are fewer instructions")
     spans.sort()
-    for (_, stop), (start, _) in pairwise(spans):
-        if start < stop:
-            raise _plain(f"microbatch {start} is in two flows, expected it in one")
+    for (_, stop), (start, _) in pairwise([(0, 0), *spans]):
+        if start != stop:
+            wrong, flows = (start, "two flows") if start < stop else (stop, "no flow")
+            raise _plain(f"microbatch {wrong} is in {flows}, expected it in one")
     if any(len(numbers) > 1 for numbers in flows_of):
         _check_common(schedule.flows)
 
@@ -107,7 +108,7 @@ def check_flow(number: int, flow: Any) -> None:
     if not ascends or m[-1:] == m[:1] or m[-1] - m[0] < len(m):
         raise _plain(
             f"flow {number} has microbatches {m!r:.60}, expected a range with at least one, in steps of one,"
-            " or an ascending tuple of numbers that are not consecutive"
+            " such as range(8), or an ascending tuple of numbers that are not consecutive"
         )
 
 
@@ -142,9 +143,11 @@ def _check_common(flows: tuple[Flow, ...]) -> None:
             common = {*flow.stages}.intersection(flows[other].stages)
             for a, b in pairs[number] ^ pairs[other]:
                 if a in common and b in common:
+                    has, lacks = (number, other) if (a, b) in pairs[number] else (other, number)
                     raise _plain(
-                        f"one of the flows {other} and {number} has the edge {(a, b)}, both have its stages:"
-                        " expected it in both"
+                        f"flow {has} has the edge {(a, b)}, and flow {lacks}, with both stages, has not:"
+                        f" expected it in both; a microbatch that goes another way to stage {b} takes a copy"
+                        " of it, replicas"
                     )
             for stage in common:
                 if into[number][stage] != into[other][stage]:
@@ -154,8 +157,10 @@ def _check_common(flows: tuple[Flow, ...]) -> None:
                         " in some flows only"
                     )
                 if (stage == flow.stages[-1]) != (stage == flows[other].stages[-1]):
+                    ends = number if stage == flow.stages[-1] else other
                     raise _plain(
-                        f"stage {stage} is the last of one of the flows {other} and {number}: expected both"
+                        f"flow {ends} ends in stage {stage}, and flow {number + other - ends} goes on:"
+                        " expected it last in both, or in neither; end in a copy of it, replicas"
                     )
     try:
         TopologicalSorter(after).prepare()

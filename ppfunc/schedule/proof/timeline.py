@@ -12,7 +12,7 @@ from math import inf
 from operator import add, itemgetter, sub
 from typing import Any, NamedTuple
 
-from ppfunc._checks import require_type, show_table, table
+from ppfunc._checks import naming_arguments, require_type, show_table, table
 
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
@@ -425,6 +425,7 @@ class Timeline:
         return Costs(of(Op.F), inputs, weights, whole_apart, overlapped, communication=sent, **rest)
 
 
+@naming_arguments
 @collector_paused()
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     """Run ``schedule`` on paper: each instruction starts once its rank is free and its inputs are there.
@@ -516,6 +517,7 @@ def timeline_of(
     )
 
 
+@naming_arguments
 def peak_activations(schedule: Schedule, costs: Costs | None = None) -> tuple[Number, ...]:
     """Return the largest memory that each rank holds for its backwards.
 

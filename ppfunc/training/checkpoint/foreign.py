@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ppfunc._checks import require_type
+from ppfunc._checks import naming_arguments, require_type
 
 from ..optim._torch import place_in_file
 from ..update.state import DTYPES
@@ -50,6 +50,7 @@ ONE, INDEX, METADATA = "model.safetensors", "model.safetensors.index.json", ".me
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors", re.ASCII)
 
 
+@naming_arguments
 def export(
     folder: str | Path, params: Any, names: Names = None, *, most: int = 5 * 10**9, group: Group = None
 ) -> Path:
@@ -116,6 +117,7 @@ def export(
         return write(peers, work, put, commit)
 
 
+@naming_arguments
 def to_dcp(folder: str | Path, params: Any, names: Names = None, *, group: Group = None) -> Path:
     """Write tensors as a folder that ``torch.distributed.checkpoint.load`` reads, under plain names.
 

@@ -127,6 +127,7 @@ def from_dcp(
     return _load(root, like, names, group, None, partial, lambda: [root], open_dcp)
 
 
+@naming_arguments
 def latest(folder: str | Path) -> Path | None:
     """Find the latest checkpoint in a folder whose bytes are all as they were written.
 

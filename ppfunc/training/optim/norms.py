@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ppfunc._checks import require_real
+from ppfunc._checks import naming_arguments, require_real
 from ppfunc.stage.signature import differentiable
 from ppfunc.stage.tree import tree_leaves, tree_map
 
@@ -93,6 +93,7 @@ def norm_of(total: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
     return total if isinf(norm_type) else total.pow(1 / norm_type)
 
 
+@naming_arguments
 def global_norm(tree: Any, norm_type: float = 2.0) -> torch.Tensor:
     """Compute the norm of all leaves of a tree as of one vector, float64[].
 
@@ -137,6 +138,7 @@ class Clip(NamedTuple):
         )
 
 
+@naming_arguments
 def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Clip:
     """Make a clip: scale all gradients by one factor, so that their norm is at most ``max_norm``.
 

@@ -152,6 +152,7 @@ def selected(found_inf: torch.Tensor | None, old: Tree, new: Tree) -> Tree:
     return tree_map(of_leaf, old, new)
 
 
+@naming_arguments
 def from_updates(transform: Any) -> Optimizer:
     """Make an optimizer from a transform in optax's form, as TorchOpt's, whose update returns differences.
 
@@ -248,6 +249,7 @@ def chain(clip: Clip, optimizer: Optimizer | None = None) -> Optimizer:
     return ending._replace(update=update, clipped=(clip, ending), text=write, elementwise=False)
 
 
+@naming_arguments
 def ema(optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
     """Make an optimizer that also keeps an exponential moving average of the parameters.
 
@@ -304,6 +306,7 @@ def ema(optimizer: Optimizer, decay: float = 0.999) -> Optimizer:
     )
 
 
+@naming_arguments
 def by_name(groups: Mapping[str, Optimizer]) -> Optimizer:
     """Make an optimizer of several: each updates the parameters of a group.
 

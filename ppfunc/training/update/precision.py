@@ -106,6 +106,7 @@ class LossScale:
         return f"<LossScale {self.text}>"
 
 
+@naming_arguments
 def static_scale(scale: float = 1.0) -> LossScale:
     """Make a scale that never changes.
 
@@ -121,6 +122,7 @@ def static_scale(scale: float = 1.0) -> LossScale:
     return LossScale(first, lambda state, found_inf: state, f"static_scale({scale})", changes=False)
 
 
+@naming_arguments
 def dynamic_scale(
     init: float = 2.0**16, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
 ) -> LossScale:
