@@ -261,9 +261,9 @@ MISTAKES = {
         r"plan\(\) got .* 'memory'; .*it takes ranks, microbatches, costs, cap, ",
     ),
     "a number in the place of a list": (
-        lambda: pp.with_parts(SCHEDULE, ranks=2),
+        lambda: to_svg(SCHEDULE, edges=2),
         TypeError,
-        r"^ranks: got 2 of type int, expected Sequence\[int\] | None$",
+        r"^edges: got 2 of type int, expected Iterable\[int\]$",
     ),
     "a flow in the place of a list": (
         lambda: pp.arrange([0, 1], Flow((0, 1), range(4))),

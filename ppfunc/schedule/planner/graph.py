@@ -118,8 +118,6 @@ def arrange(
     backward = _BACKWARDS[Op.I if apart else Op.B]
     costs = Costs(weight_share=1) if costs is None else require_costs(costs)
     rows: list[list[tuple[Instruction, ...]]] = [[] for _ in range(1 + max(placement, default=0))]
-    for number, flow in enumerate(flows):
-        check_flow(number, flow)
     for stage, microbatch in (pair for flow in flows for pair in product(flow.stages, flow.microbatches)):
         for rank in placement[stage : stage + 1]:
             rows[rank].append((F(stage, microbatch),))
