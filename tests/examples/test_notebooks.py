@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import warnings
 from contextlib import redirect_stdout
 from io import StringIO
 from itertools import chain
@@ -19,6 +20,7 @@ BEFORE_2_12 = {  # by notebook: what torch 2.11 cannot do
     "from_torch": "the side of torch loses its connection",
     "training": "mse_loss has no backward for bfloat16 beside float32",
 }
+LIBRARIES = {"from_lightning": "lightning"}  # by notebook: one that it shows beside, and that may be missing
 KINDS = {"tour": {"Schedule", "Certificate", "Timeline", "Costs", "Tensor"}}
 
 
@@ -62,7 +64,10 @@ def ran(notebook):
     if torch.__version__ < "2.12" and notebook.stem in BEFORE_2_12:
         pytest.skip(BEFORE_2_12[notebook.stem])
     threads, names = torch.get_num_threads(), {"__name__": notebook.stem}
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        if notebook.stem in LIBRARIES:
+            pytest.importorskip(LIBRARIES[notebook.stem])
+            warnings.simplefilter("ignore")  # those of the library
         yield [run(cell, names, f"{notebook.name} {n}") for n, cell in enumerate(cells_of(notebook), 1)]
     torch.set_num_threads(threads)
 

@@ -47,14 +47,20 @@ def agree(one: dict[str, Any], other: dict[str, Any], steps: int) -> None:
     assert one["sums"] == pytest.approx(other["sums"], abs=2e-4)
 
 
+WHOLE = "--steps", "6", "--accumulate", "2", "--validate", "--save"
+
+
 @pytest.fixture(scope="module")
 def own(tmp_path_factory):
-    """By torchtitan's own pipeline: 20 steps; 6 with everything else, and their checkpoints."""
-    folder = tmp_path_factory.mktemp("own")
-    return train(folder, 2), train(folder, 2, *WHOLE), folder
+    """20 steps by torchtitan's own pipeline."""
+    return train(tmp_path_factory.mktemp("own"), 2)
 
 
-WHOLE = "--steps", "6", "--accumulate", "2", "--validate", "--save"
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """6 steps by its own pipeline with everything else, and the folder of their checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    return train(folder, 2, *WHOLE), folder
 
 
 @pytest.mark.slow
@@ -63,25 +69,25 @@ WHOLE = "--steps", "6", "--accumulate", "2", "--validate", "--save"
 def test_twenty_steps_have_the_losses_of_its_own_pipeline(own, schedule, cut, ranks, tmp_path):
     run = train(tmp_path, ranks, "--schedule", schedule, "--cut", cut)
     assert len(run["logged"]) == 20
-    agree(run, own[0], 20)
+    agree(run, own, 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full", "selective"])
-def test_accumulation_validation_and_recomputation(own, recompute, tmp_path):
+def test_accumulation_validation_and_recomputation(whole, recompute, tmp_path):
     run = train(tmp_path, 2, *WHOLE, "--schedule", "zbv", "--cut", V, "--recompute", recompute)
     run["sums"] = {name.replace("_checkpoint_wrapped_module.", ""): n for name, n in run["sums"].items()}
     assert len(run["validated"]) == 2
-    agree(run, own[1], 6)
+    agree(run, whole[0], 6)
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_its_own_pipeline_is_resumed(own, tmp_path):
+def test_a_checkpoint_of_its_own_pipeline_is_resumed(whole, tmp_path):
     """Parameters, moments, rates and data of step 3 go on in stages that are cut and placed otherwise."""
-    shutil.copytree(own[2] / "checkpoint" / "step-3", tmp_path / "checkpoint" / "step-3")
+    shutil.copytree(whole[1] / "checkpoint" / "step-3", tmp_path / "checkpoint" / "step-3")
     run = train(tmp_path, 2, *WHOLE, "--schedule", "zbv", "--cut", V)
     assert [step for step, *_ in run["logged"]] == [4, 5, 6]
-    agree(run | {"validated": []}, own[1] | {"validated": []}, 3)
+    agree(run | {"validated": []}, whole[0] | {"validated": []}, 3)
     assert (tmp_path / "checkpoint" / "step-6").exists()
 
 
