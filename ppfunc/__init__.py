@@ -12,14 +12,15 @@ microbatch              a part of the batch, which goes through the stages by it
 sequence, slice         some rows of the batch, and a part of their tokens, which is a microbatch
 carry                   a tree that a stage hands from a slice to the next, with its gradient: ``carry`` of
                         ``jax.lax.scan``, whose ``xs`` are slices; ``carry=`` of a step is its ``init``
-chain                   a path of stages that some microbatches take; bidirectional schedules have two
-replica                 one of several places of the same parameters: stages of two chains, or data ranks
+flow                    the stages that some microbatches go through, and the edges between them: a chain, or
+                        a graph; bidirectional schedules have two
+replica                 one of several places of the same parameters: copies of a stage, or data ranks
 placement               the rank of each stage
 partition               the layers of each stage
 instruction             one thing that a rank does, such as ``2F0``: the forward of stage 2 for microbatch 0
 step, of a program      instructions whose messages are posted together
 program, of a rank      its steps, in order
-schedule                an immutable value: the program of every rank, with placement and chains
+schedule                an immutable value: the program of every rank, with placement and flows
 step function           a function that ``value_and_grad`` or a sibling returns; one call is one training step
 engine                  a function that differentiates a stage: ``graph``, ``functional`` or ``eager``;
                         ``graph(dynamic=True)`` traces a stage once for all sizes of its inputs
@@ -29,9 +30,10 @@ residuals               the tensors that the forward of a stage keeps for its ba
 signature               structure, shapes and dtypes of a tree of tensors, without values
 layout                  the placements of a leaf over the ranks of a mesh: those of a DTensor
 collective              a function over the ranks of an axis that stages may call: ``collectives.psum``, ...
-edge                    two stages, the first of which sends activations to the second
-skip                    an edge between stages that are not neighbours; one that leads back, to the next slice
-transport               an object that carries messages between ranks: ``InProcess``, ``P2P``, ``Simulated``
+edge                    two stages, the output of the first of which is an input of the second
+skip                    two stages, the first of which gives the second a value of its own beside the edges;
+                        one that leads back, to the next slice
+transport               an object that carries messages between ranks: ``InProcess``, ``P2P``
 lower                   turn stages, schedule and signatures into values: all edges, the bytes of all buffers
 compile                 make stage programs, and one flat list of calls, from what was lowered
 execute                 make these calls, with the tensors of one training step

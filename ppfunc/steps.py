@@ -198,8 +198,8 @@ def value_and_grad(
         in float32. ``grads`` has the structure of ``params``, and zeros for parameters on which no loss
         depends, and for integers and flags. It belongs to the caller. The gradient of a DTensor is a DTensor
         of the same placements. Gradients of the inputs have the form of the inputs, on ranks of first stages,
-        and are None elsewhere. If several chains begin in different processes, each has the rows of its own
-        chains.
+        and are None elsewhere. If several flows begin in different processes, each has the rows of its own
+        flows.
         ``losses``, [m], is on every rank: the loss of each microbatch in their order, not weighted. Outputs
         are on the ranks of last stages. So is ``aux.loss``, the tree ``aux`` of the loss function;
         ``aux.metrics`` is ``{stage: tree}``. Both have a leading axis of the microbatches that this process
@@ -291,7 +291,7 @@ def evaluate(
         carry=None)``. It returns the loss, the outputs or ``aux`` if only one of them is asked for, else a
         :class:`ppfunc.StepResult`. The loss is on every rank, the outputs are on the rank of the last stage,
         and None elsewhere. They are one tree, joined along axis 0, or :class:`ppfunc.Microbatches` if the
-        inputs are. If two chains end in different processes, each has the rows of its own chain, in their
+        inputs are. If two flows end in different processes, each has the rows of its own flow, in their
         order.
 
     Raises:

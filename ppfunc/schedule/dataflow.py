@@ -152,7 +152,7 @@ class Dataflow:
 
     @cached_property
     def needs(self) -> dict[tuple[Op, int], tuple[Input, ...]]:
-        """Map ``(op, stage)`` to the inputs: those along the chain first, then skips, then carries."""
+        """Map ``(op, stage)`` to the inputs: along edges first, then skips, then carries."""
         stages = range(self.schedule.stages)
         makers: dict[tuple[int, int], list[tuple[int, int]]] = {
             (OWN, stage): [(stage, 0)] for stage in stages
@@ -176,7 +176,7 @@ class Dataflow:
 
     @cached_property
     def routes(self) -> dict[tuple[Op, int, int | None], MessageRoute]:
-        """Map ``(op, stage, peer)`` of a SEND or RECV to its messages. Along a chain the peer is None."""
+        """Map ``(op, stage, peer)`` of a SEND or RECV to its messages. The peer of an only edge is None."""
         routes: dict[tuple[Op, int, int | None], MessageRoute] = {}
         home = self.schedule.placement
         for link in links(self.schedule):

@@ -79,8 +79,8 @@ WRONG = {
     "wrong rank": (("0F0 1F0 | 0SEND_F0 0RECV_B0 0B0", GOOD[1]), 1, 0, (0, 1), "1F0", "stage 1 is on rank 1"),
     "stage out of range": (("0F0 7F0", GOOD[1]), 1, 0, (0, 1), "7F0", "from 0 to 1"),
     "microbatch out of range": (("0F0 0F9", GOOD[1]), 1, 0, (0, 1), "0F9", "from 0 to 0"),
-    "message at the end of the chain": (("0F0 0B0 | 0SEND_F0",), 1, 0, (1, 0), "0SEND_F0", "last of its chain"),  # noqa: E501
-    "message at the begin of the chain": (("0RECV_F0 0F0 0B0",), 1, 0, (0, 0), "0RECV_F0", "first of its chain"),  # noqa: E501
+    "message at the end of the flow": (("0F0 0B0 | 0SEND_F0",), 1, 0, (1, 0), "0SEND_F0", "last of its flow"),
+    "message at the begin of the flow": (("0RECV_F0 0F0 0B0",), 1, 0, (0, 0), "0RECV_F0", "first of its flow"),  # noqa: E501
     "unknown skip": (("0F0 | 0SEND_F0>1 0RECV_B0 0B0", GOOD[1]), 1, 0, (1, 0), "0SEND_F0>1", "no skip connection"),  # noqa: E501
     "step in one stage only": ((GOOD[0] + " | 0STEP", GOOD[1]), 1, 1, (2, 0), "1SEND_B0", "stage 1 ends with neither sum nor step, expected STEP"),  # noqa: E501
     "step twice": (("0F0 0B0 0STEP 0STEP",), 1, 0, (0, 3), "0STEP", "ends with STEP STEP, expected STEP"),

@@ -223,7 +223,7 @@ def require_same_batch(
         )
 
 
-# -- programs of stages that several ranks hold: data ranks, and copies in another chain
+# -- programs of stages that several ranks hold: data ranks, and replicas
 
 
 def require_same_programs(

@@ -1,4 +1,4 @@
-"""Find parameters that several stages hold: replicas in a second chain, and weights that the caller has tied.
+"""Find parameters that several stages hold: replicas of a stage, and weights that the caller has tied.
 
 They are one parameter in several places. Its gradient is the sum over all places, the same at each of them.
 Its values have to be equal at all places. A plain step checks this each time. A trainer checks it before the

@@ -390,7 +390,7 @@ class LossPart(NamedTuple):
 
     Args:
         rank: the rank that computes them.
-        leaf: signature of all of them beside each other, ``[microbatches of the chain, *shape of a loss]``:
+        leaf: signature of all of them beside each other, ``[microbatches of the stage, *shape of a loss]``:
             weighted; ``[2, ...]`` with those before they were weighted, if the loss of each is wanted.
         each: their microbatches, if the loss of each is wanted.
     """

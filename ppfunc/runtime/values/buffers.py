@@ -19,9 +19,9 @@ class Tag(NamedTuple):
 
     Args:
         direction: ``"F"`` for activations, ``"B"`` for their gradients.
-        source: the stage of the schedule that produces it, -1 for the batch.
-        destination: the stage that consumes it.
-        microbatch: the microbatch, -1 where it belongs to the whole stage.
+        source, destination: stages of the schedule, the producer and the consumer of the message; or
+            ``BATCH``, ``CALLER``.
+        microbatch: the microbatch that has made the value, or the gradient of the value.
     """
 
     direction: str

@@ -255,8 +255,8 @@ def _insert_before(
 def insert_loads(schedule: Schedule, *, targets: bool | None = None) -> Schedule:
     """Put a LOAD right before every forward that takes data: inputs first, targets last.
 
-    Equivalent to: before each F of the first stage of a chain, and of the last one where targets
-    are wanted, write the LOAD of the same microbatch, unless it is loaded anywhere already.
+    Equivalent to: before each F of a stage that takes the batch, and of the last stage of a flow where
+    targets are wanted, write the LOAD of the same microbatch, unless it is loaded anywhere already.
 
     Args:
         targets: whether last stages load; by default where there is a backward.
@@ -420,7 +420,7 @@ def append_tail(
 
     Args:
         tied: the stages that get REDUCE_TIED, or whether all do: a stage in which nothing is tied has nothing
-            to add to the sums. By default all where the chains hold replicas of stages, else none.
+            to add to the sums. By default all where stages have replicas, else none.
         reduce_grad: whether to write REDUCE_GRAD, in every stage.
         step: whether to write STEP, in every stage.
 

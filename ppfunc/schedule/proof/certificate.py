@@ -100,7 +100,7 @@ class Certificate:
 def check(schedule: Schedule, *, max_activations: int | None = None) -> Certificate:
     """Prove a schedule, compute only or with communication, in one pass of linear time.
 
-    Proved are: every stage computes every microbatch of its chain once forward and, unless the
+    Proved are: every stage computes every microbatch of its flows once forward and, unless the
     schedule has no backward at all, once backward (one B, or one I and then one W), in the order
     of the data; every message has one send and one receive, in one order at both ends; nothing
     waits for ever, be it in a rendezvous or with one queue in order at each end of each pair of

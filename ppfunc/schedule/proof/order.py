@@ -188,7 +188,7 @@ def _no_route(schedule: Schedule, instruction: Instruction) -> str:
     if other is None:
         end = "last" if onward else "first"
         return (
-            f"stage {stage} is the {end} of its chain, so there is no stage for the other end of this message"
+            f"stage {stage} is the {end} of its flow, so there is no stage for the other end of this message"
         )
     if instruction.peer is None:
         return (

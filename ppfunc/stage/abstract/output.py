@@ -20,7 +20,7 @@ from .purity import IN_PARAMS
 
 @dataclass(frozen=True, slots=True)
 class StageFunction:
-    """A stage at its place in a chain, with its loss, in the form that the runtime differentiates.
+    """A stage at its place in a flow, with its loss, in the form that the runtime differentiates.
 
     Equivalent to::
 
