@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1] / "ppfunc"
 FLOORS = {
     "_lazy": 0,
     "_checks": 0,
+    "_logs": 0,
     "schedule": 1,
     "parallel": 1,
     "stage": 2,

@@ -18,6 +18,7 @@ With this module comes everything that traces and runs: it is imported when a st
 from __future__ import annotations
 
 import inspect
+import logging
 import reprlib
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -29,9 +30,11 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, ParamSpec,
 
 import torch
 
+from ppfunc import _logs
 from ppfunc._checks import not_copied, with_arguments
 from ppfunc.schedule import Schedule, Timeline
-from ppfunc.stage._torch import load_tracer, transforming, transforms
+from ppfunc.schedule.passes.running import linearize
+from ppfunc.stage._torch import load_tracer, profiled, transforming, transforms
 from ppfunc.stage.abstract.captures import State, Watch, ambient, changes
 from ppfunc.stage.abstract.evaluation import trying
 from ppfunc.stage.device import on_device, preserve_rng
@@ -46,7 +49,7 @@ from .ports.protocols import Mode, Transport
 from .running.calls import losses_of
 from .running.compile import CompiledStep, compile_step
 from .running.execute import NotFinite, collect, count_nonfinite, execute_steps, fill, locate_nonfinite
-from .running.record import Recorder, gather
+from .running.record import Recorder, gather, in_ranges
 from .values.arguments import (
     BatchShapes,
     LaidOut,
@@ -62,6 +65,7 @@ from .values.errors import Failure, StepFailed
 if TYPE_CHECKING:
     from .paper.analysis import LoweredFunction
 
+_lowering, _control = _logs.room("lowering"), _logs.room("control")
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -320,6 +324,7 @@ class StepFunction(Generic[P, R]):
         cause = error = failure.cause
         try:
             error = self.pipeline.transport.fail(failure)
+            _log_failure(self.pipeline, failure, str(error))
             if error is cause or not isinstance(cause, Exception):
                 raise cause from cause.__cause__  # an interrupt stays what it is
             raise error from cause
@@ -409,15 +414,22 @@ class StepFunction(Generic[P, R]):
                 " function of its own from a stage"
             )
         self._building.active, before = True, self.pipeline.programs.evaluations
+        name, form, last = self.pipeline.spec.name, arguments.form, self._last
+        new = last and (_difference(form, last.form) or last.changes or "the ranks agree anew")
+        _lowering.info(
+            "%s of %r, stages %s here: %s", name, self.schedule, self._stages, new or "the first call"
+        )
         try:
             given = arguments.inputs, arguments.targets, *arguments.extras.values()
             with trying(chain.from_iterable(given)):
-                lowered = self._lower_step(arguments, exchange)
-                compiled = compile_step(lowered, self.pipeline.programs, self.pipeline.transport)
+                with _logs.timed(_lowering.info, "lowered %s", name):
+                    lowered = self._lower_step(arguments, exchange)
+                with _logs.timed(_lowering.info, "compiled %s", name):
+                    compiled = compile_step(lowered, self.pipeline.programs, self.pipeline.transport)
+            _lowering.debug("calls of %s: %s", name, [str(place.instruction) for place in compiled.places])
             agreed = exchange.conclude(lowered, arguments.update)
         finally:
             self._building.active = False
-        form = arguments.form
         with self._lock:
             if (built := self._cached(form, agreed)) is not None:
                 return built
@@ -449,6 +461,23 @@ class StepFunction(Generic[P, R]):
             frozen.require_unchanged()
 
 
+_LAST = 24  # steps of programs that the log of a failure has
+
+
+def _log_failure(pipeline: Pipeline, failure: Failure, error: str) -> None:
+    """Log a failure on this rank, or of a peer, and the last steps of the programs of this process."""
+    _control.info("%s has failed: %s", pipeline.spec.name, error)
+    if _control.isEnabledFor(logging.DEBUG):
+        programs, text = pipeline.schedule.programs, "none: it was between the programs of two steps"
+        if failure.position is not None:
+            order = [place for place in linearize(pipeline.schedule) if place[0] in pipeline.ranks]
+            end = order.index((failure.rank, failure.position)) + 1
+            steps = order[max(0, end - _LAST) : end]
+            text = " ".join("+".join(map(str, programs[rank][position])) for rank, position in steps)
+            text += f", where it was at {failure.instruction}"
+        _control.debug("last instructions of rank %s: %s", ", ".join(map(str, pipeline.ranks)), text)
+
+
 @contextmanager
 def _outside_inference_mode() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
@@ -470,6 +499,8 @@ def run_step(
     assert plain is not None
     compiled, lowered = plain if recorder is None else recorder.attach(plain), plain.lowered
     spec = lowered.spec
+    if profiled():
+        compiled = in_ranges(compiled)
     transport.ready(entry.layouts)
     # Under a torch.func transform from outside, that transform decides what is recorded.
     with (

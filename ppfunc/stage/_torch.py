@@ -35,6 +35,9 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 
+# Its flag, which `profiled` reads, is set while a profiler runs, or `emit_nvtx`.
+from torch.autograd import profiler
+
 # The history of a result of an `autograd.Function` is an object of a subclass of it.
 from torch.autograd.function import BackwardCFunction as BackwardCFunction
 
@@ -422,6 +425,11 @@ def reversed_call() -> tuple[int | None, bool]:
     node: Any = torch._C._current_autograd_node()
     ours = isinstance(node, BackwardCFunction) and function_of(node).__module__.startswith("ppfunc.")
     return None if node is None else node._sequence_nr(), ours
+
+
+def profiled() -> bool:
+    """Tell whether a profiler of torch runs in this process, or ``emit_nvtx``; no call of torch is made."""
+    return profiler._is_profiler_enabled
 
 
 def awaited(tensor: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ppfunc import _logs
 from ppfunc._checks import (
     naming_arguments,
     require_counts,
@@ -69,6 +70,8 @@ from .stages import (
     seconds_of,
     times_of,
 )
+
+_log = _logs.room("planning")
 
 _ALIKE = ("data_parallel", "deepspeed_train")  # to several pipelines, and 1f1b
 TRAINING = tuple(
@@ -686,7 +689,9 @@ def tune(
     complete = search.run(top, progress)
     rows = sorted(search.rows, key=lambda r: (not r.fits, r.seconds if r.fits else max(r.peaks), r.seconds))
     refused = {what: str(error) for what, error in search.refused.items()}
-    return Tuning(tuple(rows), memory, complete, len(search.heap), refused)
+    tuning = Tuning(tuple(rows), memory, complete, len(search.heap), refused)
+    _log.info("%r", tuning)
+    return tuning
 
 
 def _require_options(model: Any, loss_fn: Any, optimizer: Any, options: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ def one_rank() -> Facts:
     from ppfunc.runtime.ports import _torch
 
     store = dist.HashStore()
-    group = _torch.communicator("nccl", store, [0], 0, timedelta(seconds=30))
+    group = _torch.communicator("nccl", "ppfunc/alone", store, [0], 0, timedelta(seconds=30))
     whole = torch.ones(3, device="cuda")
     group.allreduce([whole]).wait()
     group._allgather_base(torch.empty(3, device="cuda"), whole).wait()

@@ -100,7 +100,11 @@ def on_three_hosts(rank, ranks):
     schedule, before = pp.one_f_one_b(ranks, M), (record.time, record._clock)
     params, inputs, targets = problem(ranks, M, b=2)
     ahead = 1000.0 * rank * (rank >= 2)
-    record.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead)
+    record.time = SimpleNamespace(
+        perf_counter=lambda: time.perf_counter() + ahead,
+        perf_counter_ns=lambda: time.perf_counter_ns() + round(ahead * 1e9),
+        time_ns=time.time_ns,
+    )
     record._clock = lambda: str(ahead)
     try:
         with pp.P2P(timeout=60) as transport:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ppfunc import _logs
 from ppfunc.schedule.collector import collector_paused
 from ppfunc.stage import Engine, Outline, Signature, StageError, StageProgram, outline
 from ppfunc.stage._torch import without_transforms
@@ -27,6 +28,7 @@ from ppfunc.stage.tree import tree_leaves
 
 from ..values.arguments import digest
 
+_tracing = _logs.room("tracing")
 CACHE_SIZE = 32
 """Most forms of arguments for which a step function keeps what is compiled, and a stage its programs.
 
@@ -200,7 +202,10 @@ class StagePrograms:
         self.evaluations += 1
         function = call.function
         watches = [watch for watch, _ in self.states(function)]
-        evaluation = outline(function, call.example, **call.options, noting=self.compared, watches=watches)
+        with _logs.timed(_tracing.debug, "%s: evaluated without values", call.name):
+            evaluation = outline(
+                function, call.example, **call.options, noting=self.compared, watches=watches
+            )
         found = chain.from_iterable(watch.found.values() for watch in watches)
         every = (*evaluation.modules, *(m for _, m in found if isinstance(m, torch.nn.Module)))
         evaluation = evaluation._replace(modules=tuple(dict.fromkeys(every)))
@@ -266,7 +271,8 @@ class StagePrograms:
                 return programs[0]
             engine = self._engine_of(call)
             engine = partial(engine, dynamic=False) if _is_dynamic(engine) else engine
-            program = engine(call.function, call.example, outline=evaluation, **call.options)
+            with _logs.timed(_tracing.info, "%s: made into programs", call.name):
+                program = engine(call.function, call.example, outline=evaluation, **call.options)
             if not isinstance(program, StageProgram):
                 raise TypeError(
                     f"engine: it returned an object of type {type(program).__name__} for {call.name},"

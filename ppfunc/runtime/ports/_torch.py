@@ -49,21 +49,23 @@ def prepare_nccl() -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
-def communicator(backend: str, store: Any, ranks: Sequence[int], place: int, timeout: timedelta) -> Any:
+def communicator(
+    backend: str, name: str, store: Any, ranks: Sequence[int], place: int, timeout: timedelta
+) -> Any:
     """Make a communicator of some ranks of the world, not of gloo, over a connection of its own to the store:
-    waiting there holds up no other.
+    waiting there holds up no other. Torch's flight recorder knows it by its name.
     """
     store, size = store.clone(), len(ranks)
     if backend in CARRIES:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout, options.group_name, options.global_ranks_in_group = timeout, name, list(ranks)
         return dist.ProcessGroupNCCL(store, place, size, options)
     plugin: Any = dist.Backend._plugins[backend.upper()]
     if not plugin.extended_api:
         return plugin.creator_fn(store, place, size, timeout)
     given: Any = _DistributedBackendOptions()
     given.store, given.timeout, given.global_ranks_in_group = store, timeout, list(ranks)
-    given.group_rank, given.group_size = place, size
+    given.group_rank, given.group_size, given.group_id = place, size, name
     return plugin.creator_fn(given, None)
 
 

@@ -6,4 +6,5 @@ execute.py     fill           arguments -> Buffers, with sums of gradients
                execute        every call in turn; where a number was first not finite
                collect        buffers -> StepResult
 record.py      Recorder       the times of the calls
+               in_ranges      calls in ranges of torch's profiler
 """

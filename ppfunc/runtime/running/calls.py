@@ -678,7 +678,7 @@ def update_parameters(lowered: LoweredStep, places: Sequence[Origin]) -> Iterato
     deferred = [(call, place) for place in places if (call := update_call(lowered, place.instruction))]
     steps = [one for one in deferred if one[1].instruction.op is Op.STEP]
     end = Instruction(Op.STEP, lowered.schedule.stages_of(rank)[-1])
-    place = Origin(rank, len(lowered.schedule.programs[rank]) - 1, end)
+    place = steps[0][1] if steps else Origin(rank, len(lowered.schedule.programs[rank]) - 1, end)
 
     def join_losses(buffers: Buffers) -> None:
         weighted, each = apart(losses_of(lowered, buffers).values(), lowered.losses.values())

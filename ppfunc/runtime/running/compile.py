@@ -198,9 +198,8 @@ class _Binder:
         """Wait for the parameters of a stage before their first use since something may gather them."""
         model_stage = self._schedule.model_stages[stage]
         if model_stage in self._gathering:
-            yield from _at(
-                self._gathering.pop(model_stage) or place, partial(calls.await_params, model_stage)
-            )
+            place = (self._gathering.pop(model_stage) or place)._replace(awaited=Op.UNSHARD)
+            yield from _at(place, partial(calls.await_params, model_stage))
 
     # -- communication
 
@@ -260,7 +259,7 @@ class _Binder:
         """Bind the loads, waits and gathers before a forward, or before a whole or partial backward."""
         key, low = _key(part), self._lowered.stages[_key(part)]
         if part.op is Op.F:  # nothing is left to move after a LOAD
-            yield from _at(place, load(low, key))
+            yield from _at(place._replace(awaited=Op.LOAD), load(low, key))
         if part.op not in WITHOUT_VALUE:
             yield from self._await_messages(place, part)
         yield from self._await_gather(place, part.stage)

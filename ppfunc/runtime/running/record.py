@@ -1,15 +1,19 @@
-"""Record when the calls of a step run, on one clock for all ranks, as the timeline of its schedule."""
+"""Record when the calls of a step run, on one clock for all ranks, as the timeline of its schedule; name them
+to a profiler of torch.
+"""
 
 import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import groupby
 from math import inf
 from pathlib import Path
 from uuid import uuid4
 
 import torch
+from torch.profiler import record_function
 
 from ppfunc.schedule import Instruction, Op, Schedule, Timeline, parts_of
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
@@ -74,6 +78,61 @@ class Recorder:
         return intervals
 
 
+def in_ranges(compiled: CompiledStep) -> CompiledStep:
+    """Return the same step, whose instructions are ranges to the profiler of torch that runs.
+
+    A range has the text of its instruction and the rank at the other end of a message: ``ppfunc 2F0``,
+    ``ppfunc 2SEND_F0 to rank 3``. A wait before it has a range of its own, ``ppfunc wait 3RECV_F0 from rank
+    2``. Ranges lie within each other where a call serves several instructions, as messages that are posted
+    together, and where the parts of an ``OVERLAP_F_B`` run in turn. An instruction without a call, such as a
+    LOAD on the CPU, has no range.
+    """
+    schedule, ranks = compiled.lowered.schedule, compiled.lowered.ranks
+    here = [instruction for rank in ranks for instruction in schedule.instructions(rank)]
+    ends = {i: schedule.other_end(i) for i in here if i.op in COMMUNICATION}
+    messages = {tag_of(i, stage): i for i, stage in ends.items()}
+
+    def named(instruction: Instruction) -> str:
+        if (other := ends.get(instruction)) is None:
+            return str(instruction)
+        way = "to" if instruction.op in SENDS else "from"
+        return f"{instruction} {way} rank {schedule.placement[other]}"
+
+    def path(place: Origin) -> list[str]:
+        """Name the ranges of a call, from the outermost to the innermost."""
+        rank, position, instruction, awaited = place
+        step, op = schedule.programs[rank][position], instruction.op
+        around = [str(pair) for pair in step if instruction in pair.parts]
+        if isinstance(awaited, Op):
+            microbatch = None if awaited is Op.UNSHARD else instruction.microbatch
+            return [*around, f"wait {Instruction(awaited, instruction.stage, microbatch)}"]
+        if awaited is not None:
+            return [*around, f"wait {named(messages.get(awaited, instruction))}"]
+        if op in COMMUNICATION:
+            return [named(message) for message in step if message.op in COMMUNICATION]
+        if op is Op.REDUCE_TIED:
+            return [str(each) for each in here if each.op is op] or [str(instruction)]
+        return [*around, str(instruction)]
+
+    rows = [(path(place), place, call) for place, call in zip(compiled.places, compiled.calls, strict=True)]
+    groups = [[*group] for _, group in groupby(rows, lambda row: row[0][0])]
+    return compiled._replace(
+        calls=tuple(partial(_run_within, [(names, call) for names, _, call in group]) for group in groups),
+        places=tuple(group[0][1] for group in groups),
+    )
+
+
+def _run_within(rows: Sequence[tuple[Sequence[str], Call]], buffers: Buffers) -> None:
+    """Run calls in the ranges that are named beside them."""
+    for first, group in groupby(rows, lambda row: row[0][:1]):
+        if not first:
+            for _, call in group:
+                call(buffers)
+        else:
+            with record_function(f"ppfunc {first[0]}"):
+                _run_within([(names[1:], call) for names, call in group], buffers)
+
+
 def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: Transport) -> Timeline:
     """Make the timeline of all ranks, from 0 on, in seconds. Collective.
 
@@ -87,15 +146,16 @@ def gather(compiled: CompiledStep, intervals: Sequence[Interval], control: Trans
     mine = {
         rank: _spans(schedule, rank, compiled.places, intervals[-len(compiled.places) :]) for rank in ranks
     }
-    told = [json.loads(text) for text in control.all_gather(json.dumps([_clock(), mine]))]
-    distant = [rank for rank, (clock, _) in enumerate(told) if clock != told[0][0]]
+    epoch = time.time_ns() - time.perf_counter_ns()
+    told = [json.loads(text) for text in control.all_gather(json.dumps([_clock(), epoch, mine]))]
+    distant = [rank for rank, (clock, _, _) in enumerate(told) if clock != told[0][0]]
     offsets = _offsets(control, ranks[0], distant) if distant else [0.0] * len(told)
     spans = {
         int(rank): [(a + offset, b + offset) for a, b in rows]
-        for (_, found), offset in zip(told, offsets, strict=True)
+        for (_, _, found), offset in zip(told, offsets, strict=True)
         for rank, rows in found.items()
     }
-    return _timeline(schedule, spans)
+    return _timeline(schedule, spans, told[0][1])
 
 
 def _spans(
@@ -110,13 +170,12 @@ def _spans(
     for place, (start, end) in zip(places, intervals, strict=True):
         if place.rank != rank:
             continue
-        if place.awaited is not None:  # that of a SEND is not of interest: it has been received by then
+        op = place.instruction.op
+        if isinstance(place.awaited, Tag):  # of a SEND it is not of interest: it has been received by then
             waited[place.awaited] = start, end
-        else:
-            key = place.position, None if place.instruction.op in COMMUNICATION else place.instruction
-            # A call before a wait, such as a load, does not begin the instruction, but for a gather.
-            goes_on = key in at and (at[key][1] == start or place.instruction.op is Op.UNSHARD)
-            at[key] = (at[key][0] if goes_on else start), end
+        elif place.awaited in (None, op):  # a gather lasts until it has been waited for
+            key = place.position, None if op in COMMUNICATION else place.instruction
+            at[key] = (at[key][0] if key in at else start), end
     found, now = [], intervals[0][0] if intervals else 0.0
     for position, step in enumerate(schedule.programs[rank]):
         for instruction in step:
@@ -136,8 +195,12 @@ def _spans(
     return found
 
 
-def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]]) -> Timeline:
-    """Join all ranks: both ends of a message have its whole time."""
+def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]], epoch: int) -> Timeline:
+    """Join all ranks: both ends of a message have its whole time.
+
+    Args:
+        epoch: nanoseconds from 1970 to 0 of the clock.
+    """
     sent: dict[Tag, Interval] = {}
     taken: dict[Tag, Interval] = {}
     for rank, rows in spans.items():
@@ -155,7 +218,7 @@ def _timeline(schedule: Schedule, spans: Mapping[int, Sequence[Interval]]) -> Ti
     origin = min(start for rows in every for start, _ in rows)
     starts = [[start - origin for start, _ in rows] for rows in every]
     ends = [[end - origin for _, end in rows] for rows in every]
-    return timeline_of(schedule, starts, ends, measured=True)
+    return timeline_of(schedule, starts, ends, measured=True, origin=epoch + round(origin * 1e9))
 
 
 @cache

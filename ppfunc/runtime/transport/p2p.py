@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ppfunc import _logs
 from ppfunc._checks import naming_arguments, require_type
 from ppfunc.stage.device import record_sleeping_event
 from ppfunc.stage.process import hold_interrupts
@@ -32,7 +33,10 @@ from ..ports.protocols import (
     require_shardable,
 )
 from ..values.errors import CLOSED, Failure, LinkError
+from .mapped import Receiver, Sender
 from .pair_groups import Opening, PairGroups, lost, open_groups
+
+_log = _logs.room("transport")
 
 
 class P2P(Control):
@@ -62,6 +66,11 @@ class P2P(Control):
     between steps, or over another group, it raises when a process of the group ends, or at its limit, which
     ``init_process_group(timeout=...)`` gives: nothing can wake it earlier, and ``timeout`` here does not
     change that.
+
+    Torch's flight recorder (``TORCH_FR_BUFFER_SIZE``) has the operations of NCCL under the names of these
+    communicators, such as ``ppfunc/0-1`` for messages from rank 0 to rank 1. Under gloo it has sums and
+    gathers, without a name; it has no messages of gloo, nor through mapped memory. The room ``transport`` of
+    the log, ``PPFUNC_LOGS=transport``, has all communicators.
 
     Every rank makes its transports over a group in the same order, and so its step functions over a
     transport. One is returned when all ranks have made theirs. After a failure that all ranks survive, also
@@ -272,8 +281,10 @@ class P2P(Control):
         opened = open_groups(
             self._rendezvous, self.links, [opening for _, opening in holders], device, self._groups
         )
-        for (holder, _), group in zip(holders, opened, strict=True):
+        for (holder, opening), group in zip(holders, opened, strict=True):
             holder.group = group
+            how = "memory that both map" if isinstance(group, Sender | Receiver) else type(group).__name__
+            _log.info("opened %s among ranks %s: %s", opening.name, list(opening.members), how)
 
     def collective(self, among: Among) -> Collective:
         members = self._members(among)
@@ -315,6 +326,8 @@ class P2P(Control):
         """
         ended, device = self._groups[:], self._pair_groups.device
         self._groups.clear()
+        if ended:
+            _log.info("ended %d communicators", len(ended))
         under_way = [*self._pair_groups.let_go()]
         for collective in self._collectives.values():
             under_way += collective.let_go()

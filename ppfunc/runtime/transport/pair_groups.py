@@ -385,7 +385,7 @@ def _make(rendezvous: Rendezvous, one: Opening, seconds: float) -> Any:
     """Make a communicator of a backend other than gloo, whose members meet in the store of the group."""
     ranks, limit = [rendezvous.ranks[member] for member in one.members], timedelta(seconds=seconds)
     store, place = PrefixStore(one.name, rendezvous.store), one.members.index(rendezvous.rank)
-    return _torch.communicator(rendezvous.backend, store, ranks, place, limit)
+    return _torch.communicator(rendezvous.backend, f"ppfunc/{one.name}", store, ranks, place, limit)
 
 
 def open_nccl(

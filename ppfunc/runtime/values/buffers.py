@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ppfunc.schedule import Instruction
+from ppfunc.schedule import Instruction, Op
 from ppfunc.stage import LeafSignature
 from ppfunc.stage.device import upload
 
@@ -31,12 +31,19 @@ class Tag(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Name the place of a call in the schedule; ``awaited`` is the message for which it waits, if any."""
+    """Name the place of a call in the schedule.
+
+    Args:
+        rank, position: rank, and step of its program.
+        instruction: instruction to which the call belongs.
+        awaited: message that a call before the instruction waits for, or LOAD or UNSHARD for what it brings
+            otherwise; None for the work of the instruction.
+    """
 
     rank: int
     position: int
     instruction: Instruction
-    awaited: Tag | None = None
+    awaited: Tag | Op | None = None
 
 
 class Compared(NamedTuple):

@@ -8,16 +8,16 @@ that slices of a track never overlap. Beside the events stands the timeline itse
 metadata and which :func:`from_trace` reads::
 
     "ppfunc": {"schedule": {...}, "starts": [[...], ...], "ends": [[...], ...], "peak_activations": [...],
-               "measured": false}
+               "measured": false, "origin": 0}
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import inf, nextafter
+from math import ceil, inf, nextafter
 from typing import Any, NamedTuple, Self
 
-from ppfunc._checks import naming_arguments
+from ppfunc._checks import naming_arguments, shown
 
 from ..instruction import COMPUTE, KINDS, FormatError, Instruction, Op, Unit, microbatch_of, parts_of
 from ..json import load, read, read_schedule_at, simple, to_json
@@ -37,6 +37,7 @@ _FORM = {
     "ends": [[_TIME]],
     "peak_activations": [_TIME],
     "measured": simple("true or false", lambda value: isinstance(value, bool)),
+    "origin": simple("nanoseconds from 1970", lambda value: type(value) is int and value >= 0),
 }
 _TRACKS: dict[Unit | None, str] = {
     Unit.RANK: "",
@@ -49,7 +50,7 @@ _BESIDE = [op for op, kind in KINDS.items() if kind.unit in _TRACKS and op not i
 
 
 @naming_arguments
-def to_trace(schedule: Schedule | Timeline) -> str:
+def to_trace(schedule: Schedule | Timeline, *, profiles: Iterable[str | Mapping[str, Any]] = ()) -> str:
     """Return the trace of a schedule in time as JSON text.
 
     One unit of a simulated timeline is a millisecond there; measured times are seconds, and stay so.
@@ -57,16 +58,29 @@ def to_trace(schedule: Schedule | Timeline) -> str:
     Args:
         schedule: schedule, which is simulated with the default costs; or a timeline of a schedule, simulated
             or measured (see :func:`~ppfunc.schedule.proof.timeline.timeline_of`).
+        profiles: traces of ``torch.profiler`` of any ranks, as JSON text or documents, to put beside the
+            timeline that ``step.record`` has returned, on one axis of time.
 
     Raises:
         ScheduleError: ``schedule`` is no schedule.
+        ValueError: profiles, and times of which it is not known when they were.
+        FormatError: a profile is no trace of ``torch.profiler``.
     """
     timeline = schedule if isinstance(schedule, Timeline) else simulate(schedule)
     schedule = timeline.schedule
+    beside = [event for n, profile in enumerate(profiles) for event in _on_axis(timeline, n, profile)]
+    # Viewers drop what begins before 0.
+    begin = max(0, *(ceil(-event["ts"]) for event in beside if "ts" in event)) if beside else 0
+    beside = [event | {"ts": event["ts"] + begin} if "ts" in event else event for event in beside]
     microseconds = 1e6 if timeline.measured else 1000.0
-    rows = [[_Slice.of(rank, bar, microseconds) for bar in row] for rank, row in enumerate(bars_of(timeline))]
+    rows = [
+        [_Slice.of(rank, bar, microseconds, begin) for bar in row]
+        for rank, row in enumerate(bars_of(timeline))
+    ]
     bars = (
-        _Slice.of(rank + schedule.ranks * _UNITS.index(KINDS[bar.instruction.op].unit), bar, microseconds)
+        _Slice.of(
+            rank + schedule.ranks * _UNITS.index(KINDS[bar.instruction.op].unit), bar, microseconds, begin
+        )
         for rank, row in enumerate(bars_of(timeline, _BESIDE))
         for bar in row
         if bar.end > bar.start
@@ -76,6 +90,7 @@ def to_trace(schedule: Schedule | Timeline) -> str:
         *_names(schedule, {piece.track for piece in slices}),
         *(piece.event() for piece in slices),
         *_arrows(schedule, rows),
+        *beside,
     ]
     lines = ",\n".join(json.dumps(event) for event in events)
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n],\n"{_KEY}": {_data(timeline)}}}\n'
@@ -106,10 +121,33 @@ def from_trace(trace: str | dict[str, Any]) -> Timeline:
     if len(peaks) != ranks:
         raise FormatError(f"$.{_KEY}.peak_activations: expected {ranks} numbers, got {len(peaks)}")
     try:
-        timeline = timeline_of(data["schedule"], data["starts"], data["ends"], measured=data["measured"])
+        timeline = timeline_of(
+            data["schedule"], data["starts"], data["ends"], measured=data["measured"], origin=data["origin"]
+        )
     except ValueError as error:
         raise FormatError(f"$.{_KEY}: {error}") from None
     return replace(timeline, peak_activations=peaks)
+
+
+def _on_axis(timeline: Timeline, number: int, profile: str | Mapping[str, Any]) -> Iterator[_TraceEvent]:
+    """Yield the events of a trace of torch.profiler, in microseconds from time 0 of a timeline.
+
+    Its processes and arrows get names that other profiles, and the ranks, do not have.
+    """
+    document = load(profile) if isinstance(profile, str) else profile
+    if not timeline.origin:
+        raise ValueError(
+            "profiles: got some beside a timeline of unknown origin; give the timeline of step.record, or"
+            " leave them out"
+        )
+    try:
+        since, events = int(document["baseTimeNanoseconds"]), document["traceEvents"]
+    except (KeyError, TypeError):
+        expected = "a trace of torch.profiler, such as export_chrome_trace writes"
+        raise FormatError(f"profiles[{number}]: got {shown(profile)}, expected {expected}") from None
+    for event in events:
+        moved = {"ts": event["ts"] + (since - timeline.origin) / 1000} if "ts" in event else {}
+        yield event | moved | {key: f"{number}: {event[key]}" for key in ("pid", "id") if key in event}
 
 
 def _data(timeline: Timeline) -> str:
@@ -118,9 +156,10 @@ def _data(timeline: Timeline) -> str:
 
     starts, ends = (json.dumps([numbers(row) for row in rows]) for rows in (timeline.starts, timeline.ends))
     peaks = json.dumps(numbers(timeline.peak_activations))
+    measured = f'"measured": {json.dumps(timeline.measured)}, "origin": {timeline.origin}'
     return (
         f'{{"schedule": {to_json(timeline.schedule).strip()},\n"starts": {starts},\n"ends":'
-        f' {ends},\n"peak_activations": {peaks},\n"measured": {json.dumps(timeline.measured)}}}'
+        f' {ends},\n"peak_activations": {peaks},\n{measured}}}'
     )
 
 
@@ -148,13 +187,9 @@ class _Slice(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, track: int, bar: Bar, microseconds: float) -> Self:
-        return cls(
-            bar.instruction,
-            track,
-            round(bar.start * microseconds * 1000),
-            round(bar.end * microseconds * 1000),
-        )
+    def of(cls, track: int, bar: Bar, microseconds: float, begin: int) -> Self:
+        start, end = (round(time * microseconds * 1000) + 1000 * begin for time in (bar.start, bar.end))
+        return cls(bar.instruction, track, start, end)
 
     def event(self) -> _TraceEvent:
         return {

@@ -18,6 +18,7 @@ from math import inf
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from ppfunc import _logs
 from ppfunc._checks import naming_arguments, require_counts, require_positive
 from ppfunc.parallel.topology import Placement, explicit, loop, v_shape
 
@@ -28,6 +29,8 @@ from ..schedule import Schedule
 from .problem import Bound, Cap, Objective, Problem, bound_of, problem_of
 from .replay import schedule_of
 from .search import Given, Search, builder_orders, given_orders, residual_orders, spaced_orders
+
+_log = _logs.room("planning")
 
 Progress = Callable[[float, Number, Number], bool | None]
 """``progress(share of the effort, best value, its bound)``; the search stops where it returns True."""
@@ -149,7 +152,10 @@ def plan(
         costs = replace(costs, recompute=None, offload=None, fetch=None)  # all can stay
     shapes = _shapes(ranks, costs, placement, chunks)
     problems = _Problem.fitting(shapes, costs, microbatches, cap, objective, slices)
-    return _search(problems, cap, effort, progress)
+    with _logs.timed(_log.info, "searched for a plan of %d ranks and %d microbatches", ranks, microbatches):
+        best = _search(problems, cap, effort, progress)
+    _log.info("took %r", best)
+    return best
 
 
 def _shapes(

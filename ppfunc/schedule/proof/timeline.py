@@ -340,6 +340,7 @@ class Timeline:
             until it is there, at both ends, an OFFLOAD until its copy ends, for which compute waits. Loads
             and RESHARD take no time.
         measured: the times are seconds of a step that ran; else they are simulated, in the unit of the costs.
+        origin: nanoseconds from 1970 to time 0 of a step that ran, by the clock of rank 0; else 0.
     """
 
     schedule: Schedule
@@ -352,6 +353,7 @@ class Timeline:
     starts: tuple[tuple[Time, ...], ...]
     ends: tuple[tuple[Time, ...], ...]
     measured: bool = False
+    origin: int = 0
 
     def __repr__(self) -> str:
         return (
@@ -464,6 +466,7 @@ def timeline_of(
     costs: Costs | None = None,
     *,
     measured: bool = False,
+    origin: int = 0,
 ) -> Timeline:
     """Make the timeline of given times: per rank, one per instruction of its program.
 
@@ -473,6 +476,7 @@ def timeline_of(
         ends: when it ends.
         costs: sizes of activations; by default 1 each.
         measured: the times are seconds of a step that ran.
+        origin: nanoseconds from 1970 to time 0.
 
     Raises:
         TypeError: not a row of times per rank.
@@ -514,6 +518,7 @@ def timeline_of(
         starts=tuple(map(tuple, starts)),
         ends=tuple(map(tuple, ends)),
         measured=measured,
+        origin=origin,
     )
 
 

@@ -19,7 +19,7 @@ from ppfunc.stage.signature import first_match
 from .foreign import holds_model_files, open_dcp, open_model_files
 from .naming import Leaf, Names, escaped, listed, named_leaves
 from .peers import CheckpointError, Group, Peers, RankError
-from .saving import Leaves
+from .saving import Leaves, log
 from .storage import (
     MANIFEST,
     Box,
@@ -229,6 +229,7 @@ def _load(
                     f"{path} is another checkpoint on rank {other[0]} than on rank 0; give a folder that all"
                     " ranks share"
                 )
+            log.info("read %s", path)
             if messages[0]:
                 warnings.warn(messages[0], stacklevel=5)
             return loaded

@@ -33,6 +33,7 @@ import optree
 import torch
 from torch import Tensor
 
+from ppfunc import _logs
 from ppfunc._checks import naming_arguments, require_type
 from ppfunc.runtime.lowering.comparison import checksum, differences
 from ppfunc.stage.layout import local, whole
@@ -63,6 +64,7 @@ from .storage import (
     write_tensors,
 )
 
+log = _logs.room("checkpoint")
 Leaves = Sequence[tuple[str, Leaf]]
 
 
@@ -325,6 +327,7 @@ def clean(written: Path, keep: int | None) -> None:
                 os.rename(path, gone)
                 flush_folder(root)
                 shutil.rmtree(gone, ignore_errors=True)
+                log.info("removed %s, since the last %d stay", path, keep)
             continue
         with suppress(CheckpointError):
             count += path == written or bool(open_checkpoint(path))
@@ -508,3 +511,4 @@ def publish(work: Work) -> None:
     flush_folder(work.draft)
     os.rename(work.draft, work.target)
     flush_folder(work.target.parent)
+    log.info("wrote %s", work.target)

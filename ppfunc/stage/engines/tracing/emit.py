@@ -20,6 +20,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.fx import Graph, Node, map_arg
 
+from ppfunc import _logs
+
 from ..._torch import (
     BINDINGS,
     METHODS,
@@ -545,7 +547,9 @@ def compiled(
     plain = all(getattr(n.target, "namespace", "aten") in _NAMESPACES for n in block.body)
     here = plain and all(v.device.type == "cpu" for v in examples)
     options = _OPTIONS | vector_options() | {"cpp_wrapper": here}
-    return compile_fx(module, examples, config_patches=options, decompositions=ours), inputs, outputs
+    with _logs.timed(_logs.room("tracing").info, "inductor compiled %d operators", len(block.body)):
+        program = compile_fx(module, examples, config_patches=options, decompositions=ours)
+    return program, inputs, outputs
 
 
 # -- two programs as one

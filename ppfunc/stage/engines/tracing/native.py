@@ -28,11 +28,14 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node
 
+from ppfunc import _logs
+
 from ..._torch import OpOverload, schema
 from ...errors import TRACED_LINES
 from .cut import Block
 from .graph import arguments, is_element, is_mutable
 
+_tracing = _logs.room("tracing")
 aten = torch.ops.aten
 # It returns what its backward needs only in grad mode, outside of which programs run.
 RECORDING = torch.ops.aten.mkldnn_rnn_layer.default
@@ -86,6 +89,8 @@ class _Library:
             self.failure = f"{os.environ.get('CXX', 'g++')} failed: {error.stderr[-2000:]}"
         except Exception as error:
             self.failure = f"{type(error).__name__}: {error}"
+        if self.failure:
+            _tracing.info("programs run in Python: %s", self.failure)
 
     def _begin(self, choice: str) -> None:
         compiler = shlex.split(os.environ.get("CXX", "g++"))
@@ -107,7 +112,8 @@ class _Library:
                 f"{file} is not of this user alone; delete it, or set PPFUNC_CACHE to a folder of yours"
             )
         if not _is_whole(file):
-            _build(file, *compiler)
+            with _logs.timed(_tracing.info, "built %s for programs in C++", file):
+                _build(file, *compiler)
             if not _is_whole(file):
                 raise OSError(f"{file} is not as it was written; free some disk, or set PPFUNC_CACHE")
         loader = ExtensionFileLoader("native", str(file))
@@ -225,7 +231,8 @@ def table(
         The arguments of ``make`` of ``native.cpp``; None for a program that calls more than plain operators.
     """
     body = [n for n in block.body if not is_element(n)]
-    if not all(map(_is_plain, body)):
+    if others := [n for n in body if not _is_plain(n)]:
+        _tracing.info("%s runs in Python, not in C++: it calls %s", title, others[0].target)
         return None
     slots = _Slots(block, body)
     given = [
