@@ -82,7 +82,7 @@ def _configure(rooms: str | None, flight: str | None) -> None:
         handlers = [(whole, logging.StreamHandler())]
     if flight:
         room("control").setLevel(logging.DEBUG)
-        handlers.append((room("control"), logging.FileHandler(flight, delay=True)))
+        handlers.append((room("control"), logging.FileHandler(flight)))
     for logger, handler in handlers:
         handler.setFormatter(form)
         logger.addHandler(handler)

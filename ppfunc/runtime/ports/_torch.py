@@ -50,7 +50,7 @@ def prepare_nccl() -> None:
 
 
 def communicator(
-    backend: str, name: str, store: Any, ranks: Sequence[int], place: int, timeout: timedelta
+    backend: str, name: Any, store: Any, ranks: Sequence[int], place: int, timeout: timedelta
 ) -> Any:
     """Make a communicator of some ranks of the world, not of gloo, over a connection of its own to the store:
     waiting there holds up no other. Torch's flight recorder knows it by its name.

@@ -89,6 +89,7 @@ def in_ranges(compiled: CompiledStep) -> CompiledStep:
     """
     schedule, ranks = compiled.lowered.schedule, compiled.lowered.ranks
     here = [instruction for rank in ranks for instruction in schedule.instructions(rank)]
+    pairs = {part: pair for pair in here for part in pair.parts}
     ends = {i: schedule.other_end(i) for i in here if i.op in COMMUNICATION}
     messages = {tag_of(i, stage): i for i, stage in ends.items()}
 
@@ -102,7 +103,7 @@ def in_ranges(compiled: CompiledStep) -> CompiledStep:
         """Name the ranges of a call, from the outermost to the innermost."""
         rank, position, instruction, awaited = place
         step, op = schedule.programs[rank][position], instruction.op
-        around = [str(pair) for pair in step if instruction in pair.parts]
+        around = [str(pairs[instruction])] if instruction in pairs else []
         if isinstance(awaited, Op):
             microbatch = None if awaited is Op.UNSHARD else instruction.microbatch
             return [*around, f"wait {Instruction(awaited, instruction.stage, microbatch)}"]
@@ -118,7 +119,9 @@ def in_ranges(compiled: CompiledStep) -> CompiledStep:
     groups = [[*group] for _, group in groupby(rows, lambda row: row[0][0])]
     return compiled._replace(
         calls=tuple(partial(_run_within, [(names, call) for names, _, call in group]) for group in groups),
-        places=tuple(group[0][1] for group in groups),
+        places=tuple(
+            p._replace(instruction=pairs.get(p.instruction, p.instruction)) for (_, p, _), *_ in groups
+        ),
     )
 
 

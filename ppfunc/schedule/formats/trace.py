@@ -134,16 +134,16 @@ def _on_axis(timeline: Timeline, number: int, profile: str | Mapping[str, Any]) 
 
     Its processes and arrows get names that other profiles, and the ranks, do not have.
     """
-    document = load(profile) if isinstance(profile, str) else profile
     if not timeline.origin:
         raise ValueError(
             "profiles: got some beside a timeline of unknown origin; give the timeline of step.record, or"
             " leave them out"
         )
     try:
+        document = load(profile) if isinstance(profile, str) else profile
         since, events = int(document["baseTimeNanoseconds"]), document["traceEvents"]
-    except (KeyError, TypeError):
-        expected = "a trace of torch.profiler, such as export_chrome_trace writes"
+    except (KeyError, TypeError, FormatError):
+        expected = "the text of a trace of torch.profiler, such as export_chrome_trace writes to a file"
         raise FormatError(f"profiles[{number}]: got {shown(profile)}, expected {expected}") from None
     for event in events:
         moved = {"ts": event["ts"] + (since - timeline.origin) / 1000} if "ts" in event else {}
