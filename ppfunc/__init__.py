@@ -12,8 +12,9 @@ microbatch              a part of the batch, which goes through the stages by it
 sequence, slice         some rows of the batch, and a part of their tokens, which is a microbatch
 carry                   a tree that a stage hands from a slice to the next, with its gradient: ``carry`` of
                         ``jax.lax.scan``, whose ``xs`` are slices; ``carry=`` of a step is its ``init``
-flow                    the stages that some microbatches go through, and the edges between them: a chain, or
-                        a graph; bidirectional schedules have two
+flow                    stages that some microbatches go through, and their edges, ``schedule.Flow``: a chain,
+                        or a graph; bidirectional schedules have two
+parts                   stages with some rows of an output layer each: ``vocabulary_parallel``
 replica                 one of several places of the same parameters: copies of a stage, or data ranks
 placement               the rank of each stage
 partition               the layers of each stage
@@ -31,6 +32,7 @@ signature               structure, shapes and dtypes of a tree of tensors, witho
 layout                  the placements of a leaf over the ranks of a mesh: those of a DTensor
 collective              a function over the ranks of an axis that stages may call: ``collectives.psum``, ...
 edge                    two stages, the output of the first of which is an input of the second
+Hessian                 ``hvp`` multiplies it with a vector: forward mode, ``jvp``, over the gradient
 skip                    two stages, the first of which gives the second a value of its own beside the edges;
                         one that leads back, to the next slice
 transport               an object that carries messages between ranks: ``InProcess``, ``P2P``
@@ -67,6 +69,7 @@ if TYPE_CHECKING:
         testing as testing,
         training as training,
         transforms as transforms,
+        vocabulary as vocabulary,
     )
     from .measurement import measure as measure
     from .runtime import (
@@ -154,7 +157,7 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "": "parallel runtime schedule splitter stage testing training transforms",
+            "": "parallel runtime schedule splitter stage testing training transforms vocabulary",
             "measurement": "measure",
             "runtime": (
                 "P2P AgreementError Axes InProcess Microbatches OnPaper PipelineError"

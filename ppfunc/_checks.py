@@ -180,7 +180,11 @@ def _fits(value: Any, kind: Any) -> bool:
     origin, inner = get_origin(kind) or kind, get_args(kind)
     if origin in (Union, UnionType):
         return any(_fits(value, each) for each in inner)
-    if origin is Any or not isinstance(origin, type) or getattr(origin, "_is_protocol", False):
+    if (
+        origin in (Any, inspect.Parameter.empty)
+        or not isinstance(origin, type)
+        or getattr(origin, "_is_protocol", False)
+    ):
         return True
     if not isinstance(value, Real if origin is float else origin):
         return False

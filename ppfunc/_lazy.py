@@ -2,6 +2,7 @@
 torch.
 """
 
+import re
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -31,7 +32,13 @@ def attach(
 
     def load(name: str) -> Any:
         if name not in home_of:
-            mend = suggestion(name, home_of) or f"; dir({package}) lists its names"
+            lines = (sys.modules[package].__doc__ or "").splitlines()
+            told = next((line for line in lines if re.search(rf"\b{name}\b", line, re.IGNORECASE)), "")
+            mend = suggestion(name, home_of) or (
+                f"; help({package}) says: {' '.join(told.split())}"
+                if told
+                else f"; dir({package}) lists its names"
+            )
             # The name without the object: with both, Python's traceback would add a suggestion of its own.
             raise AttributeError(f"module {package!r} has no attribute {name!r}{mend}", name=name)
         module = import_module(f"{package}.{home_of[name] or name}")

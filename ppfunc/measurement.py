@@ -13,16 +13,16 @@ from ppfunc.runtime.values.arguments import Microbatches
 from ppfunc.schedule import Costs, looped_bfs, seq1f1b, split_backward, spread
 from ppfunc.schedule.proof.timeline import timeline_of
 from ppfunc.splitter import Split
-from ppfunc.stage import Engine, Loss, graph
+from ppfunc.stage import Engine, Loss, Stage, graph
 from ppfunc.stage.tree import tree_leaves
-from ppfunc.steps import Stages, value_and_grad
+from ppfunc.steps import value_and_grad
 
 from ._checks import naming_arguments, require_counts, require_type
 
 
 @naming_arguments
 def measure(
-    stages: Stages,
+    stages: Sequence[Stage | None] | Split,
     params: Mapping[int, Any],
     example: Any,
     loss_fn: Loss | None = None,

@@ -23,6 +23,7 @@ from ppfunc.schedule.errors import require_schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Engine, Loss, ModuleStage, Stage, graph, outline
 from ppfunc.stage.frozen import FrozenLeaves, Trainable
+from ppfunc.vocabulary import VocabularyParallel
 
 if TYPE_CHECKING:
     from ppfunc.runtime import StepFunction
@@ -32,9 +33,9 @@ R = TypeVar("R")
 
 _OnNonfinite = Literal["raise", "ignore"]
 
-Stages = Sequence[Stage | None] | Split
-"""One function per stage of the model, None for those of other processes; or a model that was split, with its
-skips and ties.
+Stages = Sequence[Stage | None] | Split | VocabularyParallel
+"""One function per stage of the model, None for those of other processes; or a model that was split, or whose
+output layer is in parts, with its skips and ties.
 """
 
 
@@ -109,14 +110,15 @@ def value_and_grad(
         loss(params), torch.func.grad(loss)(params)
 
     Args:
-        stages: pure functions ``fn(params, x) -> y``, one per stage of the model, of trees of tensors.
-            None for stages that this process does not run. Or a :class:`ppfunc.Split`, which brings its skip
-            connections and tied parameters. A stage takes extras and a state as further arguments, in this
-            order, if the step is given them. It returns ``y``, or a :class:`ppfunc.Output` with a loss,
-            metrics, a new state or skip connections of its own. Under a schedule of slices it is
-            ``fn(params, x, carry) -> Output(y, carry=tree)``, with extras and state behind the carry: it gets
-            that of the slice before, None in the first slice of a sequence. A carry is a tree of tensors; a
-            position is an int64 tensor.
+        stages: pure functions ``fn(params, x) -> y``, one per stage of the model, of trees of tensors. None
+            for stages that this process does not run. Or a :class:`ppfunc.Split`, or a model of
+            :func:`ppfunc.vocabulary_parallel`, which bring their skip connections and tied parameters. Under
+            a schedule of a graph, ``x`` is the tuple of the outputs of several stages. A stage takes extras
+            and a state as further arguments, in this order, if the step is given them. It returns ``y``, or a
+            :class:`ppfunc.Output` with a loss, metrics, a new state or skip connections of its own. Under a
+            schedule of slices it is ``fn(params, x, carry) -> Output(y, carry=tree)``, with extras and state
+            behind the carry: it gets that of the slice before, None in the first slice of a sequence. A carry
+            is a tree of tensors; a position is an int64 tensor.
         loss_fn: ``loss(y, target) -> scalar``, of one microbatch; runs as part of the last stage. With
             ``has_aux`` it may return ``(scalar, aux)``, where ``aux`` is a tree of tensors, such as counts of
             right answers.
@@ -126,12 +128,13 @@ def value_and_grad(
         engine: differentiates a stage; or a list of engines, one per stage: the last differentiates
             the loss too. ``[graph, graph, functional]`` serves a loss such as ``ctc_loss``, whose shapes
             depend on values.
-        loss_weights: weight of every microbatch in the loss, [m]; ``1/m`` each by default, with a warning
-            where microbatches have unlike numbers of rows. A microbatch of weight 0 contributes nothing to
-            loss and gradients, even if its numbers are not finite: only its forward runs, for metrics and
-            states; of a slice before others with a weight the backward runs, for its carry. Weights on a
-            device are not read by the host: such a microbatch runs, its loss is left out, and 0 times its
-            gradients is added.
+        loss_weights: factor of the loss of every microbatch, [m], as it is: their sum need not be 1, and
+            divides nothing (a trainer divides by it). ``1/m`` each by default, with a warning where
+            microbatches have unlike numbers of rows. A microbatch of weight 0 contributes nothing to loss and
+            gradients, even if its numbers are not finite: only its forward runs, for metrics and states; of a
+            slice before others with a weight the backward runs, for its carry. Weights on a device are not
+            read by the host: such a microbatch runs, its loss is left out, and 0 times its gradients is
+            added.
         argnums: arguments to differentiate the loss in: 0 for the parameters, 1 for the inputs, or a tuple of
             both, in either order.
         has_aux: whether to return ``aux`` of the loss function, metrics and state too.
@@ -399,7 +402,9 @@ def unpacked(
         if loss_fn is None or isinstance(loss_fn, str):
             mend = ", such as torch.nn.functional.mse_loss; pp.evaluate does without"
         raise TypeError(f"loss_fn: got {shown(loss_fn)}, expected a function loss(y, target) -> scalar{mend}")
-    if not isinstance(stages, Split):
+    if isinstance(stages, VocabularyParallel):
+        stages.require_place(schedule)
+    elif not isinstance(stages, Split):
         if not isinstance(stages, Sequence) or isinstance(stages, str):
             raise TypeError(
                 f"stages: got {shown(stages)}, expected a list of functions, one per stage, or a model that"
@@ -407,13 +412,14 @@ def unpacked(
             )
         _require_count(stages, schedule)
         return stages, schedule, read_tied(tied, schedule, prefixes)
-    heads = {schedule.model_stages[stage] for stage in schedule.heads}
-    if bool(stages.encoder) != (len(stages.stages) - 1 in heads - {0}):
-        what = f"the encoder {stages.encoder}" if stages.encoder else "no encoder"
-        raise ValueError(
-            f"stages: got a split with {what} and the schedule {schedule.name!r}; pp.spread(schedule) has a"
-            " place for an encoder, which pp.split(model, ..., encoder=name) makes"
-        )
+    else:
+        heads = {schedule.model_stages[stage] for stage in schedule.heads}
+        if bool(stages.encoder) != (len(stages.stages) - 1 in heads - {0}):
+            what = f"the encoder {stages.encoder}" if stages.encoder else "no encoder"
+            raise ValueError(
+                f"stages: got a split with {what} and the schedule {schedule.name!r}; pp.spread(schedule) has"
+                " a place for an encoder, which pp.split(model, ..., encoder=name) makes"
+            )
     _require_count(stages.stages, schedule)
     schedule = schedules.with_skips(schedule, stages.skips) if stages.skips else schedule
     return stages.stages, schedule, read_tied(tied, schedule, prefixes, stages.tied)

@@ -24,13 +24,13 @@ from ppfunc._checks import (
     shown,
 )
 from ppfunc.runtime.lowering.ties import TiedPlaces
+from ppfunc.schedule import Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Loss, Stage
 from ppfunc.stage.layout import layout_of
 from ppfunc.stage.program import TARGETED, Output
 from ppfunc.stage.signature import names_in
 from ppfunc.stage.tree import NAMESPACE, tree_flatten, tree_leaves, tree_map
-from ppfunc.steps import Stages
 
 
 class VocabularyLoss(NamedTuple):
@@ -163,15 +163,15 @@ def _labels_and_weights(target: Any, shape: torch.Size) -> tuple[Tensor, Tensor 
 
 @dataclass(frozen=True, eq=False)
 class VocabularyParallel:
-    """Stages whose output layer is cut into parts.
+    """Stages whose output layer is cut into parts: the ``stages`` of a step or a trainer.
 
     Args:
         stages: the functions: the stages before the output layer, its parts, the stage that joins their
             statistics, which has no parameters, and the encoder, if the split has one.
         edges: the edges of the ``Flow`` of a schedule: each part takes the hidden state. None for a chain,
             where there is one part.
-        skips: the skips of a split, for :func:`ppfunc.with_skips`.
-        tied: ``{name: ((stage, name), ...)}``, the tied parameters, for the ``tied`` of a step or a trainer.
+        skips: the skips of a split.
+        tied: ``{name: ((stage, name), ...)}``, the tied parameters.
         loss_fn: the loss function of a step or a trainer: it joins the statistics of the parts.
     """
 
@@ -184,6 +184,19 @@ class VocabularyParallel:
     _sizes: tuple[int, ...] = field(repr=False)
     _also_cut: Mapping[int, tuple[str, ...]] = field(repr=False)  # leaves that are tied with the output layer
 
+    def require_place(self, schedule: Schedule) -> None:
+        """Raise ValueError for a schedule without the edges of the parts."""
+        number = schedule.model_stages
+        pairs = {(number[a], number[b]) for flow in schedule.flows for a, b in flow.pairs}
+        if missing := [edge for edge in self.edges or () if edge not in pairs]:
+            n = len(self._sizes)
+            raise ValueError(
+                f"stages: got a model with its output layer in {n} parts, and the schedule {schedule.name!r},"
+                f" which has no edge {missing[0]}; take pp.with_parts(schedule, ranks=[...]), of a schedule"
+                f" for the {self._head} stages before, with the rank of each of the {n} parts"
+            )
+
+    @naming_arguments
     def cut(self, params: Mapping[int, Any]) -> dict[int, Any]:
         """Cut the parameters of whole stages, or a tree of their form.
 
@@ -214,6 +227,7 @@ class VocabularyParallel:
             trees[self._head + more] = ()
         return trees
 
+    @naming_arguments
     def join(self, params: Mapping[int, Any]) -> dict[int, Any]:
         """Join the parameters of the parts again, or gradients, or another tree of their form.
 
@@ -224,7 +238,7 @@ class VocabularyParallel:
             params: ``{stage: tree}``, in the form that ``cut`` returns; with a part come all.
 
         Raises:
-            ValueError: some of the parts are missing.
+            ValueError: some of the parts are missing, or leaves have no rows of the vocabulary.
         """
         more = len(self._sizes)
         parts = range(self._head, self._head + more)
@@ -237,7 +251,7 @@ class VocabularyParallel:
             )
         if parts[0] in params:
             first, *rest = (params[n] for n in parts)
-            trees[self._head] = tree_map(lambda *each: torch.cat(each), first, *rest)
+            trees[self._head] = tree_map(lambda *each: _joined(each, f"params[{self._head}]"), first, *rest)
         return trees
 
     def _with_cut(self, stage: int, tree: Any, change: Callable[[Any, str], Any]) -> Any:
@@ -272,12 +286,18 @@ def _changed(
 
 
 def _joined(parts: Sequence[Tensor], name: str) -> Tensor:
+    if not all(isinstance(part, Tensor) and part.ndim for part in parts):
+        raise ValueError(
+            f"{name}: got {shown(parts[0])}, expected rows of the vocabulary; of the state of an optimizer,"
+            " join each tree of the form of the parameters: {s: state.optimizer[s]['mean'] for s in"
+            " state.optimizer}"
+        )
     return torch.cat([*parts])
 
 
 @naming_arguments
 def vocabulary_parallel(
-    stages: Stages,
+    stages: Sequence[Stage | None] | Split,
     parts: int | Sequence[int],
     loss: VocabularyLoss | None = None,
     *,
@@ -293,7 +313,7 @@ def vocabulary_parallel(
         split = pp.split(model, args, at=4, output="lm_head")
         model = pp.vocabulary_parallel(split, 4, pp.vocabulary_cross_entropy(z_loss=1e-4))
         schedule = pp.with_parts(pp.one_f_one_b(ranks=4, microbatches=8))
-        step = pp.value_and_grad(model.stages, model.loss_fn, schedule, tied=model.tied)
+        step = pp.value_and_grad(model, model.loss_fn, schedule)
         loss, grads = step(model.cut(split.params), inputs, labels)
         split.put_back(model.join(params))
 

@@ -24,6 +24,7 @@ FLOORS = {
     "splitter": 3,
     "runtime": 4,
     "steps": 4,
+    "vocabulary": 4,
     "training": 5,
 }
 FRONT = 6

@@ -97,6 +97,17 @@ def of_weights(weights, stages=2):
         return trainer.init({s: {"w": weights} for s in range(stages)})
 
 
+def sending(params, x):
+    return pp.Output(dense(params, x), skips={2: x})
+
+
+def reading(params, x, carry):
+    return pp.Output(x + carry["h"], carry=carry)
+
+
+SLICES = pp.microbatch(torch.ones(4, 6, 4), 2, slices=2)
+FORK = pp.arrange([0, 1, 1], [Flow((0, 1, 2), range(4), ((0, 1), (0, 2)))])
+IN_PARTS = pp.vocabulary_parallel([dense, dense], [2, 2])
 PAIR = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 ONES = torch.ones(8, 4)
 MISTAKES = {
@@ -259,6 +270,76 @@ MISTAKES = {
         lambda: pp.plan(2, 4, pp.Costs(), memory=3),
         TypeError,
         r"plan\(\) got .* 'memory'; .*it takes ranks, microbatches, costs, cap, ",
+    ),
+    **{
+        f"the name {name}": (lambda name=name: getattr(pp, name), AttributeError, message)
+        for name, message in {
+            "hessian": r"no attribute 'hessian'; help\(ppfunc\) says: Hessian ``hvp`` multiplies it with",
+            "Flow": r"no attribute 'Flow'; help\(ppfunc\) says: flow .*``schedule.Flow``",
+            "simulat": "did you mean 'simulate'?",
+            "nothing_alike": r"; dir\(ppfunc\) lists its names$",
+        }.items()
+    },
+    "inputs and targets in a tuple": (
+        lambda: pp.value_and_grad([dense] * 2, squared, SCHEDULE)(
+            {s: {"w": torch.eye(4)} for s in range(2)}, (ONES, ONES)
+        ),
+        pp.StageError,
+        r"x = \(float32.* Instead: read x as the tuple of the outputs of .*targets are an argument beside",
+    ),
+    "a skip connection that is not read": (
+        step_of([sending, dense, dense], pp.with_skips(one_f_one_b(3, 4), [(0, 2)])),
+        pp.StageError,
+        r"stage 2: .*Instead: read Received\(x, skips={source: value}\), .* None for a microbatch",
+    ),
+    "a skip connection that is not sent": (
+        step_of([dense] * 3, pp.with_skips(one_f_one_b(3, 4), [(0, 2)])),
+        pp.StageError,
+        r"stages \[\], the schedule has them to \[2\]; return Output\(y, skips={2: tree}\)",
+    ),
+    "a skip connection that is not declared": (
+        step_of([sending, dense, dense], one_f_one_b(3, 4)),
+        pp.StageError,
+        r"to the stages \[2\], .* to \[\]; declare them by ppfunc.with_skips\(schedule",
+    ),
+    "a carry without a first one": (
+        lambda: pp.value_and_grad([reading] * 2, squared, pp.seq1f1b(2, 2, 2))(
+            {0: (), 1: ()}, SLICES, SLICES
+        ),
+        pp.StageError,
+        r"Instead: take None for the carry of the first slice, or give the step one, carry=",
+    ),
+    "an end of a graph that gives nothing": (
+        step_of([dense, lambda p, x: pp.Output(()), dense], FORK),
+        pp.StageError,
+        r"stage 1: .*no edge of the schedule leads on from it, and it returns nothing; return Output",
+    ),
+    "an end of a graph that gives an output": (
+        step_of([dense] * 3, FORK),
+        pp.StageError,
+        r"stage 1: .*it returns an output that nobody takes; return Output\(\(\), loss=",
+    ),
+    "a stage that takes targets": (
+        step_of([dense, lambda p, x, target: pp.Output((), loss=squared(x, target)), dense], FORK),
+        pp.StageError,
+        r"stage 1: .*the loss function alone takes targets: further labels are extras={stage: labels}",
+    ),
+    "extras of a stage that is not there": (
+        lambda: pp.value_and_grad([dense] * 2, squared, SCHEDULE)(
+            *models.problem(SCHEDULE), extras={7: ONES}
+        ),
+        ValueError,
+        r"^extras: got the stages \[7\], this process runs \[0, 1\]; give some of those$",
+    ),
+    "the state of an optimizer, joined": (
+        lambda: IN_PARTS.join({s: {"mean": ONES, "updates": torch.tensor(1)} for s in range(4)}),
+        ValueError,
+        r"^params\[1\]: got tensor\(1\) .*expected rows of the vocabulary; of the state of an optimizer",
+    ),
+    "the state of a trainer, joined": (
+        lambda: IN_PARTS.join(new_trainer([dense] * 2, squared, SCHEDULE, pp.optim.sgd(0.1))),
+        TypeError,
+        r"^params: got .*Trainer.*, expected Mapping\[int, Any\]$",
     ),
     "a number in the place of a list": (
         lambda: to_svg(SCHEDULE, edges=2),

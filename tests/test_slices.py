@@ -613,7 +613,7 @@ def test_slices_are_joined_to_what_was_cut(slices):
     found = run(PARAMS, cut(slices)[0])
     close(found.join(axis=1) if k > 1 else found.join(), y)
     if k > 1:
-        with pytest.raises(ValueError, match="got slices alone; give axis=1"):
+        with pytest.raises(ValueError, match="got slices alone; give their axis of tokens, axis=1, too"):
             found.join()
     with pytest.raises(ValueError, match="got an axis alone; give slices=k"):
         pp.microbatch(INPUTS, SEQUENCES).join(axis=1)

@@ -362,17 +362,17 @@ def test_a_step_has_the_gradients_of_the_whole_layer(engine, parts):
     wanted, value = torch.func.grad_and_value(at_once)(params)
     total = wanted[0]["wte"]["weight"] + wanted[2]["weight"]
     wanted[0]["wte"]["weight"] = wanted[2]["weight"] = total
-    step = pp.value_and_grad(model.stages, model.loss_fn, schedule, engine=engine, tied=model.tied)
+    step = pp.value_and_grad(model, model.loss_fn, schedule, engine=engine)
     got, grads = step(model.cut(params), ids, labels)
     near((got, model.join(grads)), (value, wanted))
-    near(pp.evaluate(model.stages, model.loss_fn, schedule)(model.cut(params), ids, labels), value)
+    near(pp.evaluate(model, model.loss_fn, schedule)(model.cut(params), ids, labels), value)
 
 
 def test_transforms_go_through_the_parts():
     model = pp.vocabulary_parallel(STAGES, [6, 5])
     params, (ids, labels) = params_of(), batch(2)
     moved = tree_map(lambda p: normal(*p.shape, seed=9), params)
-    args = model.stages, model.loss_fn, schedule_of(model, HOMES[2], 2)
+    args = model, model.loss_fn, schedule_of(model, HOMES[2], 2)
 
     def at_once(p: Any) -> Tensor:
         return whole(p, ids, labels)
@@ -411,7 +411,7 @@ def test_training_is_that_of_the_whole_model_and_goes_on_in_other_parts(tmp_path
     model = pp.vocabulary_parallel(split, 2, loss)
     schedule = pp.with_parts(pp.one_f_one_b(2, 2))
     assert schedule.flows[0].edges == model.edges
-    state, got = trained(model.stages, model.cut(split.params), schedule, model.loss_fn, tied=model.tied)
+    state, got = trained(model, model.cut(split.params), schedule, model.loss_fn)
     near(got, losses)
     joined = model.join(state.params)
     assert joined.keys() == {0, 1, 2}
@@ -436,10 +436,17 @@ def test_bfloat16_trains_with_masters():
     _, wanted = trained(whole, whole.params, pp.one_f_one_b(2, 2), next_label, **options)
     split = pp.split(language, ids, at=["layers.1", "lm_head"])
     model = pp.vocabulary_parallel(split, 2, pp.vocabulary_cross_entropy(z_loss=0.1))
-    schedule, options["tied"] = pp.with_parts(pp.one_f_one_b(2, 2)), model.tied
-    state, got = trained(model.stages, model.cut(split.params), schedule, model.loss_fn, **options)
+    schedule = pp.with_parts(pp.one_f_one_b(2, 2))
+    state, got = trained(model, model.cut(split.params), schedule, model.loss_fn, **options)
     near(got, wanted, 0.02)
     assert {p.dtype for p in tree_leaves(state.params)} == {torch.float32}
+
+
+def test_a_schedule_without_a_place_for_the_parts_is_refused():
+    model = pp.vocabulary_parallel(STAGES, SIZES[3])
+    for schedule in (pp.one_f_one_b(6, 2), pp.with_parts(pp.one_f_one_b(2, 2))):
+        with pytest.raises(ValueError, match=r"3 parts, and .* no edge .*pp.with_parts\(schedule, ranks="):
+            pp.value_and_grad(model, model.loss_fn, schedule)
 
 
 def by_process(rank: int, size: int) -> tuple[Tensor, Any]:
@@ -447,15 +454,13 @@ def by_process(rank: int, size: int) -> tuple[Tensor, Any]:
     schedule = pp.with_parts(pp.one_f_one_b(size, 2))
     cut, (ids, labels) = model.cut(params_of(tied=True)), batch(4)
     with pp.P2P() as transport:
-        step = pp.value_and_grad(model.stages, model.loss_fn, schedule, transport, tied=model.tied)
+        step = pp.value_and_grad(model, model.loss_fn, schedule, transport)
         return step({s: cut[s] for s in schedule.model_stages_of(rank)}, ids, labels)
 
 
 def test_parts_in_two_processes(two):
     model = pp.vocabulary_parallel(STAGES, [6, 5], tied=TIES)
-    step = pp.value_and_grad(
-        model.stages, model.loss_fn, pp.with_parts(pp.one_f_one_b(2, 2)), tied=model.tied
-    )
+    step = pp.value_and_grad(model, model.loss_fn, pp.with_parts(pp.one_f_one_b(2, 2)))
     loss, grads = step(model.cut(params_of(tied=True)), *batch(4))
     (one, first), (other, second) = two(by_process)
     near((one, other, {**first, **second}), (loss, loss, {s: grads[s] for s in {**first, **second}}))

@@ -78,10 +78,11 @@ class Split:
             str(sum(t.numel() for t in tree.values())) for _, tree in sorted(self.params.items())
         )
         cuts = f", cut at {', '.join(self.at)}" if self.at else ""
+        cuts += f", and the encoder {self.encoder}" if self.encoder else ""
         tied = f", tied {', '.join(self.tied)}" if self.tied else ""
         return (
-            f"<split of {type(self.model).__name__} into {len(self.stages)} stages{cuts}; parameters"
-            f" {sizes}{tied}>"
+            f"<split of {type(self.model).__name__} into {len(self.at) + 1} stages{cuts};"
+            f" parameters {sizes}{tied}>"
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

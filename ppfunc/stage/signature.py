@@ -127,6 +127,19 @@ class Signature:
             self, leaves=tuple(replace(leaf, grad=differentiable(leaf.dtype)) for leaf in self.leaves)
         )
 
+    def beside(self, other: Signature) -> tuple[str, str]:
+        """Write this and another signature: the first leaf that differs, where they have one structure.
+
+        >>> two, three = (Signature.of({"h": torch.zeros(n), "k": torch.zeros(1)}) for n in (2, 3))
+        >>> two.beside(three)
+        ("['h'] float32[2]", "['h'] float32[3]")
+        """
+        if self.treedef == other.treedef:
+            for path, one, another in zip(self.paths, self.leaves, other.leaves, strict=True):
+                if one != another:
+                    return f"{path} {one}".lstrip(), f"{path} {another}".lstrip()
+        return str(self), str(other)
+
     @property
     def local(self) -> Signature:
         """Return the same tree without layouts, and of DTensors the parts of one rank."""

@@ -90,6 +90,11 @@ def test_an_encoder_is_the_last_stage_and_reads_the_batch(frozen, at):
     torch.testing.assert_close(step(split.params, x, labels)[0], loss_of(model(**x), labels))
 
 
+def test_a_split_says_its_encoder():
+    text = repr(pp.split(Captioner(), batch(2)[0], at=2, encoder="tower"))
+    assert text.startswith("<split of Captioner into 2 stages, cut at layers.2, and the encoder tower; param")
+
+
 def test_microbatches_without_an_image_skip_the_encoder():
     model, (x, labels) = Captioner().double(), batch(8)
     x["ids"][2:6] %= IMAGE  # no tokens of images
@@ -109,7 +114,7 @@ def in_parts(split: pp.Split, parts: int, microbatches: int = 4) -> tuple:
     """The model with its output layer in parts, and its step arguments."""
     model = pp.vocabulary_parallel(split, parts)
     schedule = spread(pp.with_parts(pp.one_f_one_b(2, microbatches), ranks=range(parts)))
-    return model, (model.stages, model.loss_fn, pp.with_skips(schedule, model.skips))
+    return model, (model, model.loss_fn, schedule)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -123,7 +128,7 @@ def test_an_encoder_beside_an_output_layer_in_parts(at, parts):
     assert split.at == pp.split(model, x["ids"], at=at, output="lm_head").at
     whole, arguments = in_parts(split, parts)
     assert whole.skips == ((3 + parts, 0),) and len(whole.stages) == 4 + parts
-    loss, grads = pp.value_and_grad(*arguments, tied=whole.tied)(whole.cut(split.params), x, labels)
+    loss, grads = pp.value_and_grad(*arguments)(whole.cut(split.params), x, labels)
     near_whole(model, split, loss, whole.join(grads), loss_of(model(**x), labels))
     again = whole.join(whole.cut(split.params))
     assert again.keys() == split.params.keys()
@@ -178,7 +183,7 @@ def parts_by_process(rank, size):
     whole, (stages, loss_fn, schedule) = in_parts(split, 2)
     cut = whole.cut(split.params)
     with pp.P2P(mapped=False) as transport:
-        step = pp.value_and_grad(stages, loss_fn, schedule, transport, tied=whole.tied)
+        step = pp.value_and_grad(stages, loss_fn, schedule, transport)
         return step({k: cut[k] for k in schedule.model_stages_of(rank)}, x, labels)
 
 
@@ -187,7 +192,7 @@ def test_two_processes_with_parts_give_the_same_bits(two):
     few = {n: t[:2] for n, t in x.items()}
     split = pp.split(model, few, at=2, output="lm_head", encoder="tower")
     whole, arguments = in_parts(split, 2)
-    loss, grads = pp.value_and_grad(*arguments, tied=whole.tied)(whole.cut(split.params), x, labels)
+    loss, grads = pp.value_and_grad(*arguments)(whole.cut(split.params), x, labels)
     for rank, (mine, theirs) in enumerate(two(parts_by_process)):
         assert same_bits(mine, loss) and {*theirs} == ({0, 2, 5}, {1, 3, 4, 5})[rank]
         assert all(same_bits(theirs[k], grads[k]) for k in theirs)
@@ -321,7 +326,7 @@ def test_vision_language_models_of_transformers(name, frozen, parts):
     data = pp.Microbatches(each), pp.microbatch(labels, 4)
     if parts:
         whole, arguments = in_parts(split, parts)
-        step = pp.value_and_grad(*arguments, tied=whole.tied)
+        step = pp.value_and_grad(*arguments)
         loss, grads = step(whole.cut(split.params), *data)
         grads = whole.join(grads)
     else:

@@ -187,7 +187,7 @@ def test_parameters_that_are_none_are_named():
         with pytest.raises(error, match=text):
             trainer.init(given)
     with pytest.raises(
-        ValueError, match=r"state: got the stages \[5\], this process runs \[0, 1\]; give those"
+        ValueError, match=r"state: got the stages \[5\], this process runs \[0, 1\]; give some of those"
     ):
         trainer.init(params, {5: params[0]})
 

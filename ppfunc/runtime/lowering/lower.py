@@ -732,9 +732,10 @@ def _require_wanted(low: LoweredStage, form: StepForm, spec: StepSpec, replicate
     if (state.leaves or (before is not None and before.leaves)) and (
         before is None or not _same_state(before, state)
     ):
+        got, given = (str(state), "none") if before is None else state.beside(before)
         raise ValueError(
-            f"stage {stage} returns the state {state}, it was given {before or 'none'}; pass state={{{stage}:"
-            " ...} of that form"
+            f"stage {stage} returns the state {got}, it was given {given}; pass state={{{stage}: ...}} of"
+            " that form"
         )
     if state.leaves and replicated:
         raise ValueError(

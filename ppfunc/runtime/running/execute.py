@@ -171,10 +171,11 @@ def _require_carried_on(lowered: LoweredStep) -> None:
             given = of_sequences[m // k].with_grad() if of_sequences else nothing
             last = low.sinks[-1].signature.with_grad()
             if given != last and (given.leaves or last.leaves):
+                got, expected = given.beside(last)
                 raise ValueError(
-                    f"carry[{low.model_stage}]: got {given} for sequence {m // k}, whose last carry is"
-                    f" {last}; steps of one call begin where the step before ends: give a first carry of that"
-                    " form, or call step() for each"
+                    f"carry[{low.model_stage}]: got {got} for sequence {m // k}, whose last carry is"
+                    f" {expected}; steps of one call begin where the step before ends: give a first carry of"
+                    " that form, or call step() for each"
                 )
 
 

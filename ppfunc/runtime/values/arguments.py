@@ -217,7 +217,7 @@ class Microbatches:
         if slices is None and axis is None:
             return tree_map(joined, *self.trees)
         if slices is None or axis is None:
-            got, lacks = ("slices", "axis=1, that of their tokens") if slices else ("an axis", "slices=k")
+            got, lacks = ("slices", "their axis of tokens, axis=1") if slices else ("an axis", "slices=k")
             raise ValueError(f"join: got {got} alone; give {lacks}, too")
         require_counts(slices=slices, axis=axis)
         if len(self) % slices:
@@ -1105,9 +1105,10 @@ def require_trees(name: str, trees: Any, stages: Sequence[int], *, some: bool = 
     fewer = set(by_stage(trees, name)) < set(stages)
     if set(trees) != set(stages) and not (fewer and some):
         mend = "; where processes run a pipeline together, each gives a transport, such as ppfunc.P2P(group)"
+        of_all = f"give those, as {{s: {name}[s] for s in {list(stages)}}}{mend if fewer else ''}"
         raise ValueError(
-            f"{name}: got the stages {list(trees)}, this process runs {list(stages)}; give those, as {{s:"
-            f" {name}[s] for s in {list(stages)}}}{mend if fewer else ''}"
+            f"{name}: got the stages {list(trees)}, this process runs {list(stages)};"
+            f" {'give some of those' if some else of_all}"
         )
 
 

@@ -38,11 +38,13 @@ from ..layout import LAY_OTHERWISE, Boundary, local
 from ..operators import draws, tensors_in
 from ..process import hold_interrupts, without_foreign_draws
 from ..program import (
+    Carried,
     Example,
     FlatProgram,
     Gradients,
     Leaves,
     Outline,
+    Received,
     SeenProgram,
     StageProgram,
     stage_program,
@@ -267,9 +269,26 @@ def _call(fn: Callable[..., Any], trees: tuple[Any, ...], example: Example, name
         elif "positional argument" in str(error) and not line_of(error):  # of the stage itself
             mend = (
                 "a stage is called as fn(params, x), a module as forward(x), with one argument more for a"
-                " carry of slices, for each extra, and for its state"
+                " carry of slices, for each extra, and for its state; the loss function alone takes targets:"
+                " further labels are extras={stage: labels} of a step"
             )
+        elif not mend and len(trees) > 1:
+            mend = next((text for kind, text in _GIVEN.items() if type(trees[1]) is kind), "")
         raise StageError(name, f"{raised(error)}; it was given {example}{zeros}", mend) from error
+
+
+_GIVEN = {
+    Received: (
+        "read Received(x, skips={source: value}), which a stage gets to which skip connections lead; a value"
+        " is None for a microbatch that does not go through the source"
+    ),
+    Carried: "take None for the carry of the first slice, or give the step one, carry={stage: Microbatches}",
+    tuple: (
+        "read x as the tuple of the outputs of several stages, whose edges lead here, or of the inputs as"
+        " they were given; targets are an argument beside the inputs"
+    ),
+}
+"""By the type of what a stage gets in the place of one tensor: how to read it."""
 
 
 def split_aux(out: Any, has_aux: bool, stage: str) -> tuple[tuple[Any, PyTreeSpec], tuple[Any, PyTreeSpec]]:

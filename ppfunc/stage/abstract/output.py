@@ -97,10 +97,15 @@ class StageFunction:
             flatten(tree, f"returned {name}")
         skips = out.skips or {}
         if set(skips) != set(self.skips):
+            lacks = sorted({*self.skips}.difference(skips))
             raise ValueError(
                 f"it returns skip connections to the stages {sorted(skips)}, the schedule has them to"
-                f" {sorted(self.skips)}; return them as Output(y, skips={{destination: tree}}), and declare"
-                " them by ppfunc.with_skips(schedule, [(source, destination), ...])"
+                f" {sorted(self.skips)}; "
+                + (
+                    f"return Output(y, skips={{{', '.join(f'{s}: tree' for s in lacks)}}})"
+                    if lacks
+                    else "declare them by ppfunc.with_skips(schedule, [(source, destination), ...])"
+                )
             )
         if (out.carry is None) is self.carries:
             raise ValueError(
@@ -113,10 +118,12 @@ class StageFunction:
         if self.loss_fn is not None:
             main, aux = _of_loss_function(self.loss_fn, out.y, target)
             loss = whole(main) if loss is None else whole(main) + loss
-        if not (self.last or self.receivers) and tree_leaves(y):
+        found = "an output that nobody takes" if tree_leaves(y) else "nothing"
+        nothing = all(tree is None for tree in out[1:])
+        if not (self.last or self.receivers) and (nothing or tree_leaves(y)):
             raise ValueError(
-                "no edge of the schedule leads on from it, and it returns an output that nobody takes; return"
-                " Output((), loss=...), or Output((), skips={destination: tree})"
+                f"no edge of the schedule leads on from it, and it returns {found}; return Output((),"
+                " loss=...), or Output((), skips={destination: tree})"
             )
         activation = (y,) * self.receivers if self.receivers > 1 else y if self.receivers else None
         outputs = y if self.returns_outputs else None
