@@ -108,6 +108,7 @@ def reading(params, x, carry):
 SLICES = pp.microbatch(torch.ones(4, 6, 4), 2, slices=2)
 FORK = pp.arrange([0, 1, 1], [Flow((0, 1, 2), range(4), ((0, 1), (0, 2)))])
 IN_PARTS = pp.vocabulary_parallel([dense, dense], [2, 2])
+THREE = pp.vocabulary_parallel([dense] * 3, [2, 2])
 PAIR = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 ONES = torch.ones(8, 4)
 MISTAKES = {
@@ -308,6 +309,13 @@ MISTAKES = {
         ),
         pp.StageError,
         r"Instead: take None for the carry of the first slice, or give the step one, carry=",
+    ),
+    "a tie that the parts of an output layer do not know": (
+        lambda: pp.value_and_grad(THREE, THREE.loss_fn, pp.with_parts(SCHEDULE))(
+            THREE.cut({0: {"w": ONES[:4]}, 1: {"w": torch.eye(4)}, 2: {"w": ONES[:4]}}), ONES, ONES.long()
+        ),
+        ValueError,
+        r"params\[0\] 'w' and params\[2\] 'w' share memory; .*give vocabulary_parallel the tie, tied=$",
     ),
     "an end of a graph that gives nothing": (
         step_of([dense, lambda p, x: pp.Output(()), dense], FORK),

@@ -91,8 +91,8 @@ def test_an_encoder_is_the_last_stage_and_reads_the_batch(frozen, at):
 
 
 def test_a_split_says_its_encoder():
-    text = repr(pp.split(Captioner().double(), batch(2)[0], at=2, encoder="tower"))
-    assert text.startswith("<split of Captioner into 2 stages, cut at layers.2, and the encoder tower; param")
+    text = repr(pp.split(Captioner().double(), batch(2)[0], at=["layers.2"], encoder="tower"))
+    assert text.startswith("<split of Captioner into 2 stages, cut at layers.2, and the encoder tower;")
 
 
 def test_microbatches_without_an_image_skip_the_encoder():

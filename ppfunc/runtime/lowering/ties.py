@@ -306,6 +306,8 @@ def require_declared(
             if all(read(leaves[one]) == read(leaves[other]) for read in same):
                 declared = f"tied={{'name': [({a}, {first!r}), ({b}, {second!r})]}}"
                 mend = f"declare it, {declared}, to get the sum of both gradients at each, or {mend}"
+            else:
+                mend = f"{mend}, or, of an output layer in parts, give vocabulary_parallel the tie, tied="
             raise ValueError(f"params[{a}] {first!r} and params[{b}] {second!r} share memory; {mend}")
 
 
