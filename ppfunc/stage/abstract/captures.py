@@ -220,7 +220,7 @@ class _Look:
             return [*inside, (f".{READS}", vars(function).get(READS))]
         inside.append((".dict", vars(function)))
         names, read = (
-            _named_in(code),
+            named_in(code),
             _names_of(code, "LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"),
         )
         self._names |= names
@@ -313,7 +313,7 @@ def _is_installed(module: str | None) -> bool:
 
 
 @cache
-def _named_in(code: CodeType) -> frozenset[str]:
+def named_in(code: CodeType) -> frozenset[str]:
     """List the names and texts in code, and in functions within it."""
     names, ahead = set[str](), [code]
     for each in ahead:
@@ -450,7 +450,7 @@ class Watch:
         functions = ((path, f) for path, f in self.found.values() if isinstance(f, FunctionType))
         own = [e for e in functions if not (_is_foreign(e[1].__module__) or _is_installed(e[1].__module__))]
         called = {*_CALLED}
-        while more := {n for _, f in own if f.__name__ in called for n in _named_in(f.__code__)} - called:
+        while more := {n for _, f in own if f.__name__ in called for n in named_in(f.__code__)} - called:
             called |= more
         # Methods that no code names are read by texts at most.
         methods = {f.__name__ for _, f in own if "." in f.__qualname__.rpartition("<locals>.")[2]}
