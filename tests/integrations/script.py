@@ -3,10 +3,10 @@
 import json
 import sys
 
+import pytest
 import torch
-import transformers
 
-from ppfunc.integrations.transformers import PipelineTrainer
+transformers = pytest.importorskip("transformers")
 
 
 def model_of():
@@ -38,6 +38,8 @@ def main(folder, steps, schedule=None):
     if schedule is None:
         trainer = transformers.Trainer(model_of(), args, **data)
     else:
+        from ppfunc.integrations.transformers import PipelineTrainer
+
         trainer = PipelineTrainer(model_of(), args, **data, schedule=schedule)
     trainer.train(resume_from_checkpoint=int(steps) > 6)
     scores = trainer.evaluate(), trainer.predict(rows(3)).predictions.tolist()
