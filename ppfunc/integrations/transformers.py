@@ -272,11 +272,11 @@ class PipelineTrainer(transformers.Trainer):
         def forward(**inputs: Any) -> Any:
             return {} if prediction_loss_only else predict(None, inputs, loss=False)[1]
 
-        vars(self)["compute_loss"] = predict  # which the method of transformers calls
+        self.__dict__["compute_loss"] = predict  # which the method of transformers calls
         try:
             return super().prediction_step(forward, inputs, prediction_loss_only, ignore_keys)
         finally:
-            del vars(self)["compute_loss"]
+            del self.__dict__["compute_loss"]
 
     def _inputs(self, inputs: Any, items: Any) -> dict[str, Any]:
         inputs = {**self._prepare_inputs(inputs)}
