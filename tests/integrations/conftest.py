@@ -1,1 +1,1 @@
-collect_ignore = ["titan.py"]  # a script: it takes a CPU for the accelerator of its process
+collect_ignore = ["script.py", "titan.py"]  # scripts: titan.py takes a CPU for the accelerator of its process

@@ -3,10 +3,10 @@
 import json
 import sys
 
-import pytest
 import torch
+import transformers
 
-transformers = pytest.importorskip("transformers")
+from ppfunc.integrations.transformers import PipelineTrainer
 
 
 def model_of():
@@ -38,8 +38,6 @@ def main(folder, steps, schedule=None):
     if schedule is None:
         trainer = transformers.Trainer(model_of(), args, **data)
     else:
-        from ppfunc.integrations.transformers import PipelineTrainer
-
         trainer = PipelineTrainer(model_of(), args, **data, schedule=schedule)
     trainer.train(resume_from_checkpoint=int(steps) > 6)
     scores = trainer.evaluate(), trainer.predict(rows(3)).predictions.tolist()
