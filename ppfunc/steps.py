@@ -420,6 +420,13 @@ def unpacked(
                 f"stages: got a split with {what} and the schedule {schedule.name!r}; pp.spread(schedule) has"
                 " a place for an encoder, which pp.split(model, ..., encoder=name) makes"
             )
+        number = schedule.model_stages
+        if others := {(number[a], number[b]) for a, b in schedule.skips}.difference(stages.skips):
+            raise ValueError(
+                f"stages: got a split, and the schedule {schedule.name!r} with the skip connection"
+                f" {min(others)}, which its stages do not have; take a schedule without, or write the stages,"
+                " as examples/generate.py does"
+            )
     _require_count(stages.stages, schedule)
     schedule = schedules.with_skips(schedule, stages.skips) if stages.skips else schedule
     return stages.stages, schedule, read_tied(tied, schedule, prefixes, stages.tied)

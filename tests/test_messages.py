@@ -317,6 +317,11 @@ MISTAKES = {
         ValueError,
         r"params\[0\] 'w' and params\[2\] 'w' share memory; .*give vocabulary_parallel the tie, tied=$",
     ),
+    "a schedule that leads back, and a split": (
+        lambda: pp.evaluate(pp.split(PAIR, ONES, at=2), None, pp.decode(2, 2, 3), return_outputs=True),
+        ValueError,
+        r"^stages: got a split, and the schedule 'decode' with the skip connection \(1, 0\), .*generate.py",
+    ),
     "an end of a graph that gives nothing": (
         step_of([dense, lambda p, x: pp.Output(()), dense], FORK),
         pp.StageError,
