@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from ppfunc._checks import naming_arguments, shown
 from ppfunc.runtime import P2P, Microbatches
@@ -25,10 +27,12 @@ def pipelined(spec: Any, schedule: Schedule, *, engine: Engine = graph) -> Any:
     for stages in a V. Its optimizers, clipping, metrics, validation and checkpoints work on the parts of the
     model, whose ``.grad`` a step fills, adding to gradients that are there.
 
-    What composes: activation checkpointing; ``mixed_precision_param``, with gradients summed in float32;
-    gradient accumulation; labels to ignore; frozen parameters. What a model's ``parallelize_fn`` does
-    otherwise is not done, so that data, tensor, context and expert parallel ranks, ``torch.compile``,
-    offloading to the host, and losses that hold the output layer are refused by name.
+    What composes: data parallel ranks, whose parameters are DTensors of the placements that FSDP gives them,
+    gathered when a step begins, with gradients reduced when it ends, one collective per parameter; activation
+    checkpointing; ``mixed_precision_param``, with gradients summed in float32; gradient accumulation; labels
+    to ignore; frozen parameters. The model's ``parallelize_fn`` is not called: tensor, context and expert
+    parallel ranks, ``torch.compile``, offloading to the host, and losses that hold the output layer are
+    refused by name.
 
     Args:
         spec: ModelSpec of torchtitan, such as ``config.model_spec``.
@@ -69,21 +73,44 @@ def _pipelining(
 ) -> tuple["TitanPipeline", list[nn.Module], bool, bool]:
     """Cut a model by a function of torchtitan, and run its parts by a schedule of ppfunc."""
 
+    _require_honoured(schedule, **options)
+    dims, training = options["parallel_dims"], options["training"]
+    several = dims.dp_replicate * dims.dp_shard > 1
+    mesh = dims.get_activated_mesh(["dp_replicate", "dp_shard", "fsdp"]) if several else None
+    functions = []
+
     def prepare(part: nn.Module, **others: object) -> nn.Module:
         if ac_config is not None:
             ac_config.build(dump_folder=dump_folder).apply(part)
+        functions.append(stage_from_module(part, constants=True).fn)
+        if mesh is not None:
+            _distribute(part, mesh)
         return part
 
-    _require_honoured(schedule, **options)
-    dims, training = options["parallel_dims"], options["training"]
     _, parts, *ends = cut(
         model, ac_config=ac_config, dump_folder=dump_folder, parallelize_fn=prepare, **options
     )
-    mesh = dims.get_mesh("pp")
-    stages = schedule.stages_of(mesh.get_local_rank())
-    compute = getattr(torch, training.mixed_precision_param)
-    own = dict(zip(sorted(stages), parts, strict=True))
-    return TitanPipeline(own, options["loss_fn"], schedule, mesh.get_group(), engine, compute), parts, *ends
+    pipe = dims.get_mesh("pp")
+    held = sorted(schedule.stages_of(pipe.get_local_rank()))
+    pipeline = TitanPipeline(
+        dict(zip(held, parts, strict=True)),
+        dict(zip(held, functions, strict=True)),
+        options["loss_fn"],
+        schedule,
+        pipe.get_group(),
+        engine,
+        getattr(torch, training.mixed_precision_param),
+    )
+    return pipeline, parts, *ends
+
+
+def _distribute(part: nn.Module, mesh: DeviceMesh) -> None:
+    """Cut the parameters of a part along their first axis over data ranks; replicas hold the same shards."""
+    placements = [Replicate() if name == "dp_replicate" else Shard(0) for name in mesh.mesh_dim_names or ()]
+    for module in part.modules():
+        for name, p in module.named_parameters(recurse=False):
+            shard = distribute_tensor(p.detach(), mesh, placements, src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(shard, p.requires_grad))
 
 
 def _require_honoured(
@@ -92,12 +119,13 @@ def _require_honoured(
 ) -> None:  # fmt: skip
     """Raise for an option that the pipeline does not honour, and for a schedule that does not fit."""
     refused = {
-        "data_parallel_replicate_degree": parallel_dims.dp_replicate > 1,
-        "data_parallel_shard_degree": parallel_dims.dp_shard > 1,
         "tensor_parallel_degree": parallel_dims.tp > 1,
         "context_parallel_degree": parallel_dims.cp > 1,
         "expert_parallel_degree": parallel_dims.ep > 1,
         "pipeline_parallel_schedule_csv": bool(parallelism.pipeline_parallel_schedule_csv),
+        "fsdp_reshard_after_forward": parallelism.fsdp_reshard_after_forward == "always",
+        "enable_fsdp_symm_mem": parallelism.enable_fsdp_symm_mem,
+        "spmd_backend": parallelism.spmd_backend == "full_dtensor",
     }
     for name in (name for name, given in refused.items() if given):
         raise ValueError(
@@ -137,7 +165,8 @@ class TitanPipeline:
     """Runs the steps of torchtitan's trainer: its ``pp_schedule``.
 
     Args:
-        parts: ``{stage: module}``, the parts of the model on this rank.
+        parts: ``{stage: module}``, the parts of the model on this rank, whose gradients a step fills.
+        stages: ``{stage: fn}``, the functions of the parts.
         loss_fn: ``loss_fn(prediction, labels, **loss_kwargs) -> (loss, metrics)``.
         schedule: program of every rank.
         group: process group of the ranks of the pipeline.
@@ -146,11 +175,12 @@ class TitanPipeline:
     """
 
     def __init__(
-        self, parts: Mapping[int, nn.Module], loss_fn: Callable[..., Any], schedule: Schedule,
-        group: torch.distributed.ProcessGroup, engine: Engine, compute: torch.dtype,
+        self, parts: Mapping[int, nn.Module], stages: Mapping[int, Callable[..., Any]],
+        loss_fn: Callable[..., Any], schedule: Schedule, group: torch.distributed.ProcessGroup,
+        engine: Engine, compute: torch.dtype,
     ) -> None:  # fmt: skip
         self._parts, self._compute = parts, compute
-        self._make = partial(_functions, parts, loss_fn, schedule, group, engine, compute)
+        self._make = partial(_functions, stages, loss_fn, schedule, group, engine, compute)
         self._made: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
     def step(
@@ -183,7 +213,7 @@ class TitanPipeline:
         for stage, part in self._parts.items():
             for name, p in part.named_parameters():
                 if p.requires_grad:
-                    gradient = result.grads[stage][name].to(p.dtype)
+                    gradient = _reduced(result.grads[stage][name], p)
                     p.grad = gradient if p.grad is None else p.grad.add_(gradient)
 
     def eval(
@@ -201,13 +231,10 @@ class TitanPipeline:
         self, which: int, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any, losses: list[Tensor] | None,
         loss_kwargs: Mapping[str, Any] | None,
     ) -> Any:  # fmt: skip
-        if self._made is None:  # torchtitan gives parameters memory, and values, after the cut
+        if self._made is None:  # parameters may be frozen after the cut
             self._made = self._make()
         params = {
-            stage: {
-                name: p.detach().to(self._compute) if p.is_floating_point() else p.detach()
-                for name, p in part.named_parameters()
-            }
+            stage: {name: _gathered(p.detach(), self._compute) for name, p in part.named_parameters()}
             for stage, part in self._parts.items()
         }
         inputs = None if arg_mbs is None else Microbatches(arg_mbs)
@@ -221,9 +248,23 @@ class TitanPipeline:
         return result
 
 
+def _gathered(p: Tensor, compute: torch.dtype) -> Tensor:
+    """Return a whole parameter, in the dtype of the stages."""
+    p = p.to(compute) if p.is_floating_point() else p
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def _reduced(gradient: Tensor, p: Tensor) -> Tensor:
+    """Return the sum of a gradient over the data ranks, cut as its parameter is, in its dtype."""
+    if isinstance(p, DTensor):
+        apart = [Partial()] * p.device_mesh.ndim
+        gradient = DTensor.from_local(gradient, p.device_mesh, apart).redistribute(placements=p.placements)
+    return gradient.to(p.dtype)
+
+
 def _functions(
-    parts: Mapping[int, nn.Module], loss_fn: Callable[..., Any], schedule: Schedule, group: Any,
-    engine: Engine, compute: torch.dtype,
+    stages: Mapping[int, Callable[..., Any]], loss_fn: Callable[..., Any], schedule: Schedule,
+    group: torch.distributed.ProcessGroup, engine: Engine, compute: torch.dtype,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:  # fmt: skip
     """Make the functions of a training step and an evaluation."""
 
@@ -231,17 +272,14 @@ def _functions(
         labels, given = target
         return loss_fn(prediction, labels, **given)[0]
 
-    stages = [
-        stage_from_module(parts[s], constants=True).fn if s in parts else None
-        for s in range(len(schedule.placement))
-    ]
+    everywhere = [stages.get(s) for s in range(len(schedule.placement))]
     weights = [1.0] * schedule.microbatches  # the loss is divided by the number of labels of all of them
     transport = P2P(group)
     training = value_and_grad(
-        stages, loss, schedule, transport, engine=engine, return_losses=True, loss_weights=weights,
+        everywhere, loss, schedule, transport, engine=engine, return_losses=True, loss_weights=weights,
         sum_dtype=torch.float32 if compute != torch.float32 else None,
     )  # fmt: skip
     evaluation = evaluate(
-        stages, loss, schedule, transport, engine=engine, return_losses=True, loss_weights=weights
+        everywhere, loss, schedule, transport, engine=engine, return_losses=True, loss_weights=weights
     )
     return training, evaluation

@@ -23,11 +23,11 @@ HERE = Path(__file__).parent
 V, TURNS = "ZBVZeroBubble", "Interleaved1F1B"
 
 
-def train(folder: Path, ranks: int, *options: str) -> dict[str, Any]:
+def train(folder: Path, ranks: int, *options: str, processes: int = 0) -> dict[str, Any]:
     """Train in processes; return steps with loss and norm, validated losses, and sums of parameters."""
     pytest.importorskip("torchtitan")
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), str(HERE / "titan.py"), "--ranks", str(ranks)]
+    command += ["--nproc-per-node", str(processes or ranks), str(HERE / "titan.py"), "--ranks", str(ranks)]
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--folder", str(folder), *options],
@@ -35,7 +35,8 @@ def train(folder: Path, ranks: int, *options: str) -> dict[str, Any]:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"last"')]
-    (last,) = [row for row in rows if row["last"]]
+    last, *others = [row for row in rows if row["last"]]
+    assert all(row["logged"] == last["logged"] for row in others)  # of other data ranks
     return last | {"sums": {name: n for row in rows for name, n in row["sums"].items()}}
 
 
@@ -91,6 +92,16 @@ def test_a_checkpoint_of_its_own_pipeline_is_resumed(whole, tmp_path):
     assert (tmp_path / "checkpoint" / "step-6").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("data", ["shard", "replicate"])
+def test_data_parallel_ranks(data, tmp_path):
+    """Two pipelines, whose parameters are cut as FSDP cuts them, or whole, on both."""
+    options = *WHOLE, f"--{data}", "2"
+    expected = train(tmp_path / "own", 2, *options, processes=4)
+    run = train(tmp_path / "run", 2, *options, "--schedule", "zbv", "--cut", V, processes=4)
+    agree(run, expected, 6)
+
+
 # -- without torchtitan
 
 
@@ -103,7 +114,9 @@ def options(**changed: Any) -> dict[str, Any]:
         pipeline_parallel_schedule="1F1B",
         pipeline_parallel_schedule_csv="",
         pipeline_parallel_microbatch_size=1,
-        data_parallel_shard_degree=1,
+        fsdp_reshard_after_forward="default",
+        enable_fsdp_symm_mem=False,
+        spmd_backend="spmd_types",
     )
     given = {
         "parallel_dims": Of(pp=2, dp_replicate=1, dp_shard=1, tp=1, cp=1, ep=1),
@@ -125,10 +138,8 @@ def options(**changed: Any) -> dict[str, Any]:
 
 
 REFUSED = {
-    "data_parallel_shard_degree: got 2": {
-        "parallelism__data_parallel_shard_degree": 2,
-        "parallel_dims__dp_shard": 2,
-    },
+    "fsdp_reshard_after_forward: got 'always'": {"parallelism__fsdp_reshard_after_forward": "always"},
+    "spmd_backend: got 'full_dtensor'": {"parallelism__spmd_backend": "full_dtensor"},
     "tensor_parallel_degree: got 2": {
         "parallelism__tensor_parallel_degree": 2,
         "parallel_dims__tp": 2,
@@ -184,7 +195,10 @@ def one_process(rank: int, size: int) -> list[torch.Tensor]:
         return (y - labels).square().sum() / n, {}
 
     group = torch.distributed.group.WORLD
-    pipeline = TitanPipeline({0: part}, loss_fn, pp.gpipe(1, 2), group, pp.engines.graph, torch.float64)
+    stages = {0: pp.stage_from_module(part).fn}
+    pipeline = TitanPipeline(
+        {0: part}, stages, loss_fn, pp.gpipe(1, 2), group, pp.engines.graph, torch.float64
+    )
     x, labels = torch.randn(2, 4, 3).double(), torch.randn(2, 4, 2).double()
     batch = {"arg_mbs": [(x[0],), (x[1],)], "kwarg_mbs": [{}, {}], "target_mbs": list(labels)}
     losses: list[torch.Tensor] = []

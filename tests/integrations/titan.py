@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 KNOWN = {
@@ -35,6 +36,12 @@ class Cpu(types.ModuleType):
         return getattr(torch.cpu, name)
 
 
+def divide(module: FSDPModule, factor: float, own: Any = FSDPModule.set_gradient_divide_factor) -> None:
+    own(module, factor)
+    module.set_force_sum_reduction_for_comms(True)  # gloo does not scale and sum at once
+
+
+FSDPModule.set_gradient_divide_factor = divide
 torch._utils._get_available_device_type = lambda: "cpu"
 torch._utils._get_device_module = lambda kind: Cpu("cpu")
 
@@ -52,6 +59,7 @@ import ppfunc as pp  # noqa: E402
 from ppfunc.integrations import torchtitan as titan  # noqa: E402
 
 SEQUENCE = 32
+DEFAULTS = {"ranks": 2, "rows": 8, "steps": 20, "accumulate": 1, "replicate": 1, "shard": 1}
 
 
 class Tokens(BaseDataLoader):
@@ -117,7 +125,7 @@ def config_of(options: argparse.Namespace) -> Trainer.Config:
     config.activation_checkpoint = recompute[options.recompute]
     config.training = TrainingConfig(
         local_batch_size=rows,
-        global_batch_size=rows * options.accumulate,
+        global_batch_size=rows * options.accumulate * options.replicate * options.shard,
         seq_len=SEQUENCE,
         steps=options.steps,
         mixed_precision_param=options.compute,
@@ -126,6 +134,8 @@ def config_of(options: argparse.Namespace) -> Trainer.Config:
     config.parallelism = ParallelismConfig(
         pipeline_parallel_degree=options.ranks,
         pipeline_parallel_schedule=options.cut,
+        data_parallel_replicate_degree=options.replicate,
+        data_parallel_shard_degree=options.shard,
     )
     config.checkpoint = CheckpointManager.Config(
         enable=options.save, interval=options.steps // 2, last_save_model_only=False
@@ -151,6 +161,10 @@ def fill(model: torch.nn.Module) -> None:
                 p.copy_(drawn)
 
 
+def whole(p: torch.Tensor) -> torch.Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--schedule", default="own")
@@ -158,7 +172,7 @@ def main() -> None:
     parser.add_argument("--folder", required=True)
     parser.add_argument("--compute", default="float32")
     parser.add_argument("--recompute", default="none")
-    for name, default in {"ranks": 2, "rows": 8, "steps": 20, "accumulate": 1}.items():
+    for name, default in DEFAULTS.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("save", "validate"):
         parser.add_argument(f"--{name}", action="store_true")
@@ -177,7 +191,7 @@ def main() -> None:
         "last": trainer.pp_has_last_stage,
         "logged": logged,
         "validated": validated,
-        "sums": {name: p.detach().double().sum().item() for name, p in parameters},
+        "sums": {name: whole(p.detach()).double().sum().item() for name, p in parameters},
     }
     print(json.dumps(report), flush=True)
     torch.distributed.destroy_process_group()
