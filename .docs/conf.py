@@ -37,6 +37,8 @@ autosummary_context = {
         for space, module in spaces.items()
     }
 }
+autosummary_context["names"]["ppfunc.integrations"] = ["transformers.PipelineTrainer", "torchtitan.pipelined"]
+autodoc_mock_imports = ["transformers", "accelerate"]  # pages need none of the libraries
 # Aliases of types, and other values, are described by the text below them.
 described = {
     ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]): inspect.cleandoc(
