@@ -27,6 +27,7 @@ from ppfunc.runtime.lowering.ties import TiedPlaces
 from ppfunc.schedule import Schedule
 from ppfunc.splitter import Split
 from ppfunc.stage import Loss, Stage
+from ppfunc.stage.frozen import note_parts
 from ppfunc.stage.layout import layout_of
 from ppfunc.stage.program import TARGETED, Output
 from ppfunc.stage.signature import names_in
@@ -370,7 +371,7 @@ def vocabulary_parallel(
         for stage, leaf in places:
             if stage != head:
                 also_cut[stage] = (*also_cut.get(stage, ()), leaf)
-    others = [_taking_parts(fn, also_cut.get(stage, ())) for stage, fn in enumerate(functions)]
+    others = [_taking_parts(fn, also_cut.get(stage, ()), len(sizes)) for stage, fn in enumerate(functions)]
     starts = accumulate(sizes[:-1], initial=0)
     chain = [(a, a + 1) for a in range(head - 1)]
     into = [(head - 1, head + n) for n in range(len(sizes))] if head else []
@@ -411,7 +412,7 @@ def _sizes(parts: int | Sequence[int], rows: int | None) -> tuple[int, ...]:
     return sizes
 
 
-def _taking_parts(fn: Stage | None, leaves: Sequence[str]) -> Stage | None:
+def _taking_parts(fn: Stage | None, leaves: Sequence[str], parts: int) -> Stage | None:
     """Make a stage that takes leaves in parts from a stage that takes whole leaves."""
     if fn is None or not leaves:
         return fn
@@ -420,6 +421,7 @@ def _taking_parts(fn: Stage | None, leaves: Sequence[str]) -> Stage | None:
     def stage(params: Any, x: Any, *extras: Any) -> Any:
         return fn(_changed(params, leaves, _joined, "params"), x, *extras)
 
+    note_parts(stage, leaves, parts)
     return stage
 
 

@@ -428,6 +428,22 @@ def test_training_is_that_of_the_whole_model_and_goes_on_in_other_parts(tmp_path
     near(run(four, params, ids, labels), next_label(language(ids), labels).detach())
 
 
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("name", ["embedding", "lm_head", "norm"])
+def test_what_a_module_has_frozen_stays_in_parts(tie, name):
+    torch.manual_seed(0)
+    language = LanguageModel(tie=tie)
+    language.get_submodule(name).requires_grad_(False)
+    split = split_of(language)
+    model = pp.vocabulary_parallel(split, 2, pp.vocabulary_cross_entropy(z_loss=0.1))
+    schedule = pp.with_parts(pp.one_f_one_b(2, 2))
+    state, _ = trained(model.stages, model.cut(split.params), schedule, model.loss_fn, tied=model.tied)
+    given = dict(language.named_parameters(remove_duplicate=False))
+    for tree in model.join(state.params).values():
+        for leaf, value in tree.items():
+            assert torch.equal(value, given[leaf]) is not given[leaf].requires_grad, leaf
+
+
 def test_bfloat16_trains_with_masters():
     torch.manual_seed(0)
     language, ids = LanguageModel().float(), batch()[0]

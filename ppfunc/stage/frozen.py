@@ -1,7 +1,7 @@
 """Say once which parameters of a step are frozen: when a step function or a trainer is made."""
 
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import compress
@@ -104,6 +104,16 @@ def note_parameters(fn: Callable[..., Any], module: torch.nn.Module, names: Iter
     vars(fn)[_PARAMETERS] = lambda: {
         name: p for name, parameters, key in places if (p := parameters.get(key)) is not None
     }
+
+
+def note_parts(fn: Callable[..., Any], leaves: Collection[str], parts: int) -> None:
+    """Note that the function of a stage takes these parameters in parts, a tuple in the place of each."""
+    if noted := vars(fn).get(_PARAMETERS):
+        vars(fn)[_PARAMETERS] = lambda: {
+            f"{name}{part}": p
+            for name, p in noted().items()
+            for part in ([f".{n}" for n in range(parts)] if name in leaves else [""])
+        }
 
 
 class FrozenLeaves:
