@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -68,8 +67,8 @@ class _Losses(nn.Module):
         methods = {name: method for kind in reversed(users) for name, method in vars(kind).items()}
         self.names = ["compute_loss"] if users else []
         for name in self.names:  # and what their code names in turn
-            if isinstance(method := methods.get(name), FunctionType):
-                self.names += named_in(method.__code__) - {*self.names}
+            if code := getattr(methods.get(name), "__code__", None):
+                self.names += named_in(code) - {*self.names}
         self.read = {name: methods[name] for name in self.names if name in methods}
         self.look()
 
@@ -95,10 +94,6 @@ def _tensors(outputs: Any) -> Any:
     if isinstance(outputs, list | tuple):
         return tuple(_tensors(value) for value in outputs if value is not None)
     return outputs if isinstance(outputs, Tensor) else ()
-
-
-def _loss_of(result: Any, _: Any) -> Any:
-    return result
 
 
 class PipelineTrainer(transformers.Trainer):
@@ -158,10 +153,11 @@ class PipelineTrainer(transformers.Trainer):
             schedule = self._schedule(ranks=max(1, schedule.ranks * self._stages // _stages_of(schedule)))
         count = _stages_of(schedule)
         if self._stages not in (None, count) or (many and schedule.ranks != self._world):
+            fit = max(1, schedule.ranks * (self._stages or count) // count)
             raise ValueError(
                 f"stages: got {self._stages} in {self._world} processes, expected {count}, which"
                 f" {schedule.name} has on {schedule.ranks} ranks; leave stages out, or run torchrun"
-                f" --nproc-per-node {schedule.ranks}"
+                f" --nproc-per-node {fit}"
             )
         self._stages, self._ranks = count, schedule.ranks
         if many:
@@ -217,8 +213,7 @@ class PipelineTrainer(transformers.Trainer):
             norms = [torch.empty_like(norm) for _ in range(self._world)]
             dist.all_gather(norms, norm)
             norm = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-        if max_norm != float("inf"):
-            clip_grads_with_norm_(parameters, max_norm, norm)
+        clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     # -- steps
@@ -232,9 +227,10 @@ class PipelineTrainer(transformers.Trainer):
         self.model.train()
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
-        normalised = self.model_accepts_loss_kwargs and num_items_in_batch is not None
-        normalised = normalised or self.compute_loss_func is not None
-        scaled = normalised if self.loss_is_scaled_for_ga is None else self.loss_is_scaled_for_ga
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:
+            counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+            scaled = counted or self.compute_loss_func is not None
         weight = 1.0 if scaled else 1 / self.current_gradient_accumulation_steps
         self._batches.append((self._inputs(inputs, num_items_in_batch), weight))
         if not self.accelerator.sync_gradients:
@@ -300,7 +296,9 @@ class PipelineTrainer(transformers.Trainer):
             make: Any = value_and_grad if train else evaluate
             schedule = self._fitted(parts, len(batches)) if train else self._forward()
             engine = self._engine or graph
-            step = make(parts, _loss_of, schedule, self._transport, engine=engine, has_aux=True)
+            step = make(
+                parts, lambda result, _: result, schedule, self._transport, engine=engine, has_aux=True
+            )
             self._steps[key] = step, schedule
         step, schedule = self._steps[key]
         if train and self._whole and self._world > 1:
@@ -347,10 +345,13 @@ class PipelineTrainer(transformers.Trainer):
 
     def _hold(self, parts: Split, schedule: Schedule) -> None:
         """Keep the parameters of this rank's stages on its device, and NaN in place of others."""
-        for stage, rank in zip(schedule.model_stages, schedule.placement, strict=True):
-            for name in (*parts.params[stage], *parts.state.get(stage, ())):
-                self._homes.setdefault(name, rank)
-                self._held |= {name} if rank == self._rank else set()
+        places = [
+            (name, rank)
+            for stage, rank in zip(schedule.model_stages, schedule.placement, strict=True)
+            for name in (*parts.params[stage], *parts.state.get(stage, ()))
+        ]
+        self._homes = dict(reversed(places))  # the first rank of several
+        self._held = {name for name, rank in places if rank == self._rank}
         self._whole, moved = False, False
         for name in self._homes:
             tensor = self._tensors[name]

@@ -20,7 +20,10 @@ BEFORE_2_12 = {  # by notebook: what torch 2.11 cannot do
     "from_torch": "the side of torch loses its connection",
     "training": "mse_loss has no backward for bfloat16 beside float32",
 }
-LIBRARIES = {"from_lightning": "lightning"}  # by notebook: one that it shows beside, and that may be missing
+LIBRARIES = {  # by notebook: one that it shows beside, and that may be missing
+    "from_huggingface": "accelerate",
+    "from_lightning": "lightning",
+}
 KINDS = {"tour": {"Schedule", "Certificate", "Timeline", "Costs", "Tensor"}}
 
 
