@@ -37,6 +37,9 @@ from ppfunc.stage.tree import NAMESPACE, tree_flatten, tree_leaves, tree_map
 class VocabularyLoss(NamedTuple):
     """Hold a loss of logits that lie in parts.
 
+    As a loss function, ``loss(output, target)``, it computes the loss of whole logits: the output, its only
+    tensor, or its attribute ``logits``.
+
     Args:
         partial: a function ``partial(logits, target, start, vocabulary) -> statistics``, a tree of tensors.
             ``logits`` are [..., v], of the entries from ``start`` of a vocabulary of this size.
@@ -46,6 +49,12 @@ class VocabularyLoss(NamedTuple):
 
     partial: Callable[[Tensor, Any, int, int], Any]
     join: Callable[[tuple[Any, ...], Any], Any]
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        logits, *others = tree_leaves(getattr(output, "logits", output))
+        if others:
+            raise ValueError(f"output: got {shown(output)}, expected logits, or the attribute logits")
+        return self.join((self.partial(logits, target, 0, logits.shape[-1]),), target)
 
 
 @naming_arguments

@@ -17,10 +17,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ppfunc as pp
 from ppfunc.tuning import tune as tuning
-from ppfunc.tuning.stages import MICROBATCHES, batch_of, concurrency_of, rows_of, seconds_of, times_of
+from ppfunc.tuning.stages import MICROBATCHES, Pieces, batch_of, concurrency_of, rows_of, seconds_of, times_of
 from tests.builders import BUILDERS
 from tests.models import BatchNormed, squared
-from tests.splitter import test_slices as causal
+from tests.splitter import test_encoders as captions, test_slices as causal
 
 D, ROWS = 16, 8
 SPEEDS = (1e9, 1e9)
@@ -77,10 +77,10 @@ def test_seconds_and_peaks_are_those_of_the_trainer_that_a_row_makes(every):
         x, size = given["args"], row.choice.microbatch * MICROBATCHES
         rows = x.repeat(size // ROWS + 1, 1)[:size]
         engine = pp.engines.graph(remat=row.choice.remat)
-        make = lambda parts, schedule, e=engine: pp.Trainer(  # noqa: E731
-            parts, squared, schedule, given["optimizer"], engine=e
+        make = lambda pieces, schedule, e=engine: pp.Trainer(  # noqa: E731
+            pieces.split, squared, schedule, given["optimizer"], engine=e
         )
-        costs = times_of(make, parts, (rows, rows), SPEEDS)
+        costs = times_of(make, Pieces(parts), (rows, rows), SPEEDS)
         sent = [1e-6 + costs.of("bytes", s) / 1e9 for s in range(len(parts.stages))]
         timed = pp.simulate(trainer.schedule, replace(costs, communication=sent))
         assert row.seconds == pytest.approx(timed.makespan, rel=1e-9)
@@ -399,6 +399,99 @@ def test_what_batch_norms_refuse_is_refused_by_name():
             pp.tune(**given | options, batch=ROWS)
 
 
+def on_all_ranks(**options):
+    """Arguments of a search of a captioner, with its output layer in parts and its encoder spread, or not."""
+    x, labels = captions.batch(8)
+    given = {"model": captions.Captioner().double(), "args": x, "targets": labels, "top": 1000}
+    given |= {"loss_fn": pp.vocabulary_cross_entropy(z_loss=0.1), "grids": [(2, 1)], "remat": ["none"]}
+    given |= {"parts": (None, "lm_head"), "spread": (None, "tower"), "schedules": ["1f1b", "zbv"]}
+    return arguments(**given | {"microbatch": [2]} | options)
+
+
+def test_output_layers_in_parts_and_encoders_on_all_ranks_are_tried():
+    """Each row is a trainer with the bytes that it says, and the loss and gradients of the model."""
+    given = on_all_ranks()
+    found = pp.tune(**given)
+    assert not found.refused and not found.waiting
+    modules = {(parts, spread) for parts in given["parts"] for spread in given["spread"]}
+    assert {(row.schedule.name.split()[0], row.choice[-2:]) for row in found.rows} == {
+        (name, names) for name in ("1f1b", "zbv") for names in modules
+    }
+    model, x, labels = given["model"], given["args"], given["targets"]
+    loss, later = given["loss_fn"](model(**x), labels).detach(), None
+    for row in found.rows:
+        parts, spread = row.choice.parts, row.choice.spread
+        assert (" (parts)" in row.schedule.name, " (spread)" in row.schedule.name) == (
+            parts is not None,
+            spread is not None,
+        )
+        assert [f"{parts} in parts" in str(row), f"{spread} spread" in str(row)] == [
+            bool(parts),
+            bool(spread),
+        ]
+        split = pp.split(model, x, at=row.at, output=parts, encoder=spread)
+        params = split.params
+        if parts:
+            params = pp.vocabulary_parallel(split, row.choice.pipe, given["loss_fn"]).cut(params)
+        if row.schedule.name.startswith("zbv") and None in (parts, spread):
+            continue
+        trainer = row.make()
+        memory = trainer.lower(params, x, labels).memory_analysis()
+        assert row.peaks == tuple(memory[rank].peak for rank in range(2))
+        state, metrics = trainer.step(trainer.init(params), x, labels)
+        torch.testing.assert_close(metrics.loss, loss, rtol=0, atol=1e-12)
+        _, metrics = trainer.step(state, x, labels)
+        later = metrics.loss if later is None else later
+        torch.testing.assert_close(metrics.loss, later, rtol=0, atol=1e-9)
+    assert abs(later - loss) > 0.1
+
+
+def test_a_heavy_layer_is_best_in_parts():
+    """A whole layer takes one rank most of the step, and most of its bytes."""
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Embedding(512, D), *model_of(8), torch.nn.Linear(D, 512))
+    ids = torch.randint(512, (16, 4))
+    given = {"model": layers, "args": ids, "targets": ids, "loss_fn": pp.vocabulary_cross_entropy()}
+    given |= {"parts": (None, "17"), "ranks": 4, "grids": [(4, 1)], "latency": 0, "bandwidth": 1e12}
+    found = pp.tune(**arguments(**given, schedules=["1f1b"], remat=["none"], microbatch=[2], top=1000))
+    assert [row.choice.parts for row in found.rows] == ["17", None] and found.rows[0].at[-1] != "17"
+    inparts, whole = found.rows
+    assert inparts.seconds < 0.5 * whole.seconds and inparts.peaks[-1] < 0.4 * whole.peaks[-1]
+    assert "1f1b (parts), ranks 4, microbatches of 2, 17 in parts, remat none" in str(found)
+    read = json.loads(found.to_json())["rows"]
+    assert [row["parts"] for row in read] == ["17", None] and inparts.bound is None
+
+
+def test_stages_on_all_ranks_are_measured_too():
+    given = on_all_ranks(speeds=None, schedules=["1f1b"], parts=("lm_head",), spread=("tower",), top=1)
+    row = pp.tune(**given).best
+    assert row.seconds > 0 and row.choice[-2:] == ("lm_head", "tower")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"parts": "lm_head"}, ValueError, "parts: got 'lm_head'.*expected a nonempty list of names of modu"),
+        ({"spread": []}, ValueError, "spread: got .*expected a nonempty list of names of modules, or None"),
+        ({"parts": ["head"]}, ValueError, "parts: got 'head', which is no module of the model; the nearest "),
+        ({"spread": [None, ""]}, ValueError, "spread: got '', which is no module of the model"),
+        ({"loss_fn": captions.loss_of}, TypeError, "loss_fn: got .*, expected a loss of logits whole or in"),
+        ({"tied": {}}, ValueError, "tied: got places beside parts, whose split has its ties; leave it out"),
+        ({"spread": ["tower"], "grids": [(1, 2)]}, ValueError, "spread: got .*, and no grid with several ra"),
+        ({"model": "split"}, ValueError, "model: got a split and parts=.*, expected a module: cuts stay"),
+        ({"parts": ["layers.3"], "spread": [None]}, pp.StageError, "the last stage, at layers.3: it calls"),
+        ({"schedules": ["dualpipe"], "parts": ["lm_head"]}, ValueError, "dualpipe with OVERLAP_F_B"),
+        ({"schedules": ["seq1f1b"], "slices": [2], "spread": ["tower"]}, ValueError, "encoder: got a name"),
+    ],
+)  # fmt: skip
+def test_modules_that_cannot_be_on_all_ranks_are_refused_by_name(options, error, message):
+    if options.get("model"):
+        x, _ = captions.batch(2)
+        options = {"model": pp.split(captions.Captioner().double(), x, at=2)}
+    with pytest.raises(error, match=message):
+        pp.tune(**on_all_ranks(**options))
+
+
 def sliced(**options):
     """Arguments of a search of a causal model, whose cache is the carry of slices."""
     ids, targets = causal.batch()
@@ -424,7 +517,7 @@ def test_slices_are_tried_as_trainers_run_them():
     )
     ids, targets = causal.batch()
     for row in found.rows:
-        _, d, _, b, _, _, k = row.choice
+        _, d, _, b, _, _, k, *_ = row.choice
         if d == 1 and k:
             assert f"microbatches of {b} in {k} slices" in str(row)
             trainer, n = row.make(), row.schedule.sequences
@@ -450,8 +543,8 @@ def test_costs_of_slices_add_up_to_the_microbatch():
         parts = pp.split(causal.Causal(), ids[:1], at=2, slices=slices or None)
         batch = [batch_of(part, MICROBATCHES, MICROBATCHES, slices) for part in (ids, targets)]
         return times_of(
-            lambda parts, schedule: pp.Trainer(parts, causal.loss_fn, schedule, pp.optim.adamw(0.1)),
-            parts, batch, speeds, slices=slices,
+            lambda pieces, schedule: pp.Trainer(pieces.split, causal.loss_fn, schedule, pp.optim.adamw(0.1)),
+            Pieces(parts), batch, speeds, slices=slices,
         )  # fmt: skip
 
     whole, quarter = (costs(k, (1e9, inf)) for k in (0, 4))  # operations alone

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ppfunc as pp
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
-from ppfunc.tuning.stages import times_of
+from ppfunc.tuning.stages import Pieces, times_of
 from tests.models import squared
 from tests.storages import LiveStorages
 
@@ -149,8 +149,10 @@ def test_a_rank_computes_its_part_and_collectives_take_time():
     F sums the activation of its block once, I its gradient once, each in two rounds of a ring of two.
     """
     rows, engine = batch_of()[:6], pp.engines.graph(remat="none")
-    make = lambda parts, schedule: pp.Trainer(parts, squared, schedule, optimizer(), engine=engine)  # noqa: E731
-    timed = lambda parts, speeds, *ring: times_of(make, parts, (rows, rows), speeds, (2, *ring))  # noqa: E731
+    make = lambda pieces, schedule: pp.Trainer(  # noqa: E731
+        pieces.split, squared, schedule, optimizer(), engine=engine
+    )
+    timed = lambda parts, speeds, *ring: times_of(make, Pieces(parts), (rows, rows), speeds, (2, *ring))  # noqa: E731
     whole = timed(pp.split(model_of(), rows, at=["1"]), SPEEDS, 0, 1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:

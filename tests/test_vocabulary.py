@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -227,6 +227,9 @@ REFUSED = {
     ),
     r"labels: got the shape \[3, 1\], expected \[3, 5\]": lambda: run_with(batch()[1][:, :1]),
     r"weights: got the shape \[3\]": lambda: run_with((batch()[1], torch.ones(3))),
+    "output: got .*, expected logits, or the attribute logits": lambda: pp.vocabulary_cross_entropy()(
+        (torch.ones(3, 5), torch.ones(3, 5)), batch()[1]
+    ),
     "expected one tensor, the logits": lambda: run_with(batch()[1], lambda p, h: layer(p, h).flatten()),
 }
 
@@ -234,6 +237,22 @@ REFUSED = {
 def run_with(target: Any, head: Any = layer) -> Any:
     model = pp.vocabulary_parallel([embed, mlp, head], [6, 5])
     return run(model, model.cut(params_of()), batch()[0], target)
+
+
+def test_the_loss_is_also_a_loss_function_of_whole_logits():
+    loss, options = pp.vocabulary_cross_entropy(z_loss=0.1, label_smoothing=0.1), {"label_smoothing": 0.1}
+    params, (ids, labels) = params_of(), batch()
+    logits = layer(params[2], mlp(params[1], embed(params[0], ids)))
+    wanted = whole_loss(logits, labels, z_loss=0.1, **options)
+    for output in (logits, {"logits": logits}, VocabularyOutput(logits, logits)):
+        near(loss(output, labels), wanted)
+
+
+class VocabularyOutput(NamedTuple):
+    """As models of transformers return it, with more beside."""
+
+    logits: Tensor
+    features: Tensor
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -85,7 +85,8 @@ _COLUMNS = (
     " (the largest time, over the ranks, from their first start to their last end); the peak of activations"
     " in activations of one microbatch in one rank's share of the model; messages in a step; parameters held,"
     " in shares of one rank; and by how much the makespan is over the lower bound of its placement, which no"
-    " order of its stages beats, a - where no bound is known (several chains)."
+    " order of its stages beats, a - where no bound is known (several chains, a graph). The stages of a graph"
+    " count alike, unless costs are given per stage."
 )
 _UNIT = (
     "Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate`"
@@ -426,6 +427,7 @@ COMMANDS = {
         (
             "The stages of a rank share costs per rank; messages keep their size. Where several numbers of"
             " chunks are tried, costs are per rank; pp.plan takes those of a stage of the first number."
+            " Plans are chains: in Python, pp.arrange, pp.with_parts and pp.spread put a graph in order."
             " Ctrl-C ends the search with the best schedule so far."
         ),
         {
@@ -462,7 +464,8 @@ COMMANDS = {
         "  ppfunc tune train.py:arguments --ranks 8 --memory 80e9 --out frontier.svg",
         (
             "FUNCTION of the file FILE, which is run, returns a dictionary of arguments of ppfunc.tune, such"
-            " as grids, and tensor=, which lays the model over tensor ranks; the options here come before"
+            " as grids, tensor=, which lays the model over tensor ranks, and parts= and spread=, which put an"
+            " output layer and an encoder on all ranks of a pipeline; the options here come before"
             " those. Ctrl-C ends the search with the best so far."
         ),
         {

@@ -202,7 +202,8 @@ class Costs:
         """Divide the costs of one rank's share of the model among the stages of ``schedule``.
 
         So schedules with one stage per rank, with several, and with replicas are timed for one model. Times,
-        activations and parameters are shared among the stages of a share; messages stay as they are. Slices
+        activations and parameters are shared among the stages of a share, those of a graph too, alike;
+        messages stay as they are. Slices
         take equal parts of what a microbatch takes, messages too, unless costs of each slice are given.
 
         Raises:

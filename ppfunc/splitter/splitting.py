@@ -126,7 +126,7 @@ def split(
         loss, grads = pp.value_and_grad(parts, loss_fn, schedule)(parts.params, inputs, targets)
     """
     _require_module(model)
-    tower, head = (_checked_module(model, *given) for given in (("encoder", encoder), ("output", output)))
+    tower, head = (checked_module(model, *given) for given in (("encoder", encoder), ("output", output)))
     if tower and slices is not None:
         raise ValueError("encoder: got a name and slices, whose only inputs are tokens; leave one out")
     # The class of microbatches is not imported for this.
@@ -273,7 +273,7 @@ def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
     return list(at)
 
 
-def _checked_module(model: nn.Module, argument: str, name: str | None) -> str:
+def checked_module(model: nn.Module, argument: str, name: str | None) -> str:
     if name is None:
         return ""
     require_type(argument, name, str, "the name of a module")

@@ -114,6 +114,12 @@ class LoweredTraining(Shown):
         return arguments, {kept: state.params, "optimizer": state.optimizer, "batch": read}
 
 
+def _along(schedule: Schedule) -> set[tuple[int, int]]:
+    """Return the edges between stages of the model, without skip connections."""
+    stages = schedule.model_stages
+    return {(stages[a], stages[b]) for flow in schedule.flows for a, b in flow.pairs}
+
+
 @naming_arguments
 class Trainer:
     """Trains a pipeline by pure functions of a state.
@@ -250,7 +256,7 @@ class Trainer:
             trainer = trainer.with_schedule(after.schedule)
 
         Raises:
-            ValueError: it places stages on other ranks, which would move the state.
+            ValueError: it places stages on other ranks, which would move the state; or has other edges.
             ScheduleError: it is none, or a wrong one.
         """
         trainer = object.__new__(type(self))
@@ -263,6 +269,12 @@ class Trainer:
                     f"schedule: got {schedule.name!r} with stages on ranks {list(schedule.placement)}; the"
                     f" state lies on {list(before.placement)}: plan with"
                     " placement=trainer.schedule.placement, or save, and load into a trainer of this schedule"
+                )
+            if _along(schedule) != _along(before):
+                raise ValueError(
+                    f"schedule: got {schedule.name!r} with the edges {sorted(_along(schedule))}, expected"
+                    f" those of the trainer, {sorted(_along(before))}; plans are chains, and ppfunc.arrange"
+                    " puts a graph in order: arrange(now.placement, now.flows, skips=now.skips)"
                 )
             edges = {(before.model_stages[a], before.model_stages[b]) for a, b in before.skips}
             schedule = with_skips(schedule, edges) if edges else schedule

@@ -7,9 +7,10 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import pairwise
 from math import inf
 from operator import add
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
@@ -22,11 +23,11 @@ from ppfunc.runtime import microbatch
 from ppfunc.runtime.lowering.stage_programs import StageCall
 from ppfunc.schedule import (
     Costs,
+    Flow,
     Op,
     Schedule,
     Timeline,
-    gpipe,
-    looped_bfs,
+    arrange,
     place_communication,
     seq1f1b,
     simulate,
@@ -34,16 +35,59 @@ from ppfunc.schedule import (
 )
 from ppfunc.schedule.instruction import COMPUTE, SENDS, TAIL
 from ppfunc.splitter import Split, split
-from ppfunc.stage import Engine, StageError, StageProgram
+from ppfunc.stage import Engine, Loss, StageError, StageProgram
 from ppfunc.stage._torch import TorchDispatchMode
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.layout import layout_of, local
 from ppfunc.stage.operators import flops_of
 from ppfunc.stage.tree import tree_leaves, tree_map
 from ppfunc.training import Trainer
+from ppfunc.vocabulary import VocabularyLoss, VocabularyParallel, vocabulary_parallel
 
 Lay = Callable[[DeviceMesh], Module]
 """``(mesh) -> module``: a copy of the model, laid over one axis of a mesh."""
+
+
+class ModelCut(NamedTuple):
+    """Name a way to cut a model into stages.
+
+    Args:
+        stages: number of stages beside the encoder and the parts of the output layer.
+        slices: number of slices of a sequence, 0 for no carry.
+        output, encoder: names of the modules that are stages of their own; None without.
+        parts: number of parts of the output layer.
+    """
+
+    stages: int
+    slices: int = 0
+    output: str | None = None
+    encoder: str | None = None
+    parts: int = 0
+
+
+class Pieces(NamedTuple):
+    """Hold a model in stages: as it was split, and with its output layer in parts, if it has some."""
+
+    split: Split
+    whole: VocabularyParallel | None = None
+
+    @property
+    def at(self) -> tuple[str, ...]:
+        return self.split.at[: -1 if self.whole else None]
+
+    def of_step(self, trees: dict[int, Any]) -> dict[int, Any]:
+        """Return parameters or states of the split as a step takes them."""
+        return self.whole.cut(trees) if self.whole else trees
+
+    def schedule(self, ranks: int) -> Schedule:
+        """Return a schedule in which all stages have one rank, or each its own."""
+        count = len((self.whole or self.split).stages)
+        chain = tuple(range(count - bool(self.split.encoder)))
+        encoder = range(chain[-1] + 1, count)
+        alone = tuple(pairwise(chain)) if encoder else None
+        flow = Flow((*encoder, *chain), range(MICROBATCHES), self.whole.edges if self.whole else alone)
+        skips = [(stage, 0) for stage in encoder]
+        return arrange([stage % ranks for stage in range(count)], [flow], skips=skips)
 
 
 class Cuts:
@@ -54,10 +98,13 @@ class Cuts:
         args: inputs of the model, of some rows.
         sizes: rows of the calls that cut the model, of which the largest number that runs counts.
         lay: function that lays the model over tensor ranks, if there are any.
+        loss: loss function, which an output layer in parts computes.
     """
 
-    def __init__(self, model: Module | Split, args: Any, sizes: Iterable[int], lay: Lay | None) -> None:
-        self._given, self._args, self._lay = model, args, lay
+    def __init__(
+        self, model: Module | Split, args: Any, sizes: Iterable[int], lay: Lay | None, loss: Loss
+    ) -> None:
+        self._given, self._args, self._lay, self._loss = model, args, lay, loss
         self._sizes = sorted(sizes, reverse=True)
         self._on_paper = cache(self._lay_on_paper)
         devices = (leaf.device.type for leaf in parameters_of(model) if not leaf.is_meta)
@@ -65,24 +112,26 @@ class Cuts:
         # Torch caches what DTensors do by the names of axes, also over groups that are gone.
         self.axis = f"tensor ranks of search {uuid4()}"
 
-    def split(self, stages: int | None, tensor: int, slices: int) -> Split:
-        """Split into ``stages`` stages, or as few as possible, whole or over tensor ranks on paper."""
+    def split(self, cut: ModelCut, tensor: int) -> Pieces:
+        """Split the model, whole or over tensor ranks on paper."""
         given = self._given
-        parts = given if isinstance(given, Split) else self._cut(given, stages or 1, slices)
-        if stages not in (None, len(parts.stages)):
-            raise ValueError(f"{stages} stages, and the model was split into {len(parts.stages)}")
-        return parts if tensor == 1 else self._cut(self._on_paper(tensor), parts.at, slices)
+        pieces = Pieces(given) if isinstance(given, Split) else self._cut(given, cut.stages, cut)
+        if isinstance(given, Split) and cut.stages != len(given.stages):
+            raise ValueError(f"{cut.stages} stages, and the model was split into {len(given.stages)}")
+        return pieces if tensor == 1 else self._cut(self._on_paper(tensor), pieces.at, cut)
 
-    def laid_over(self, axis: DeviceMesh, at: tuple[str, ...], slices: int) -> Split:
+    def laid_over(self, axis: DeviceMesh, at: tuple[str, ...], cut: ModelCut) -> Pieces:
         """Split the model over an axis of a mesh, all ranks of which call this."""
-        return self._cut(self._laid(axis), at, slices)
+        return self._cut(self._laid(axis), at, cut)
 
-    def _cut(self, model: Module, at: int | tuple[str, ...], slices: int) -> Split:
+    def _cut(self, model: Module, at: int | tuple[str, ...], cut: ModelCut) -> Pieces:
         failed: list[Exception] = []
         for rows in self._sizes:
             try:
-                args = rows_of(self._args, rows)
-                return split(model, args, at=at, slices=slices or None)
+                args, slices = rows_of(self._args, rows), cut.slices or None
+                parts = split(model, args, at=at, slices=slices, output=cut.output, encoder=cut.encoder)
+                loss = self._loss if isinstance(self._loss, VocabularyLoss) else None
+                return Pieces(parts, vocabulary_parallel(parts, cut.parts, loss) if cut.parts else None)
             except (ValueError, StageError) as error:
                 failed.append(error)
         raise failed[0]
@@ -186,8 +235,8 @@ def _sum(times: Costs, sent: Costs) -> Costs:
 
 
 def times_of(
-    make: Callable[[Split, Schedule], Trainer],
-    parts: Split,
+    make: Callable[[Pieces, Schedule], Trainer],
+    pieces: Pieces,
     batch: Sequence[Any],
     speeds: Speeds,
     ring: Ring = (1, 0, inf),
@@ -196,7 +245,8 @@ def times_of(
     """Return the costs of every stage: of whole backwards, of I and W apart, of updates; bytes as lowered.
 
     Args:
-        make: makes a trainer of parts and a schedule.
+        make: makes a trainer of the pieces and a schedule.
+        pieces: the model in stages.
         batch: inputs and targets of ``MICROBATCHES`` microbatches.
         speeds: operations and bytes per second, over which those of every operator are counted; an update
             reads the gradients, and reads and writes parameters and optimizer. None to run every stage on one
@@ -204,24 +254,26 @@ def times_of(
         ring: over which the collectives of stages are counted in either case.
         slices: number of slices of each microbatch, whose costs are returned; 0 for no carry.
     """
-    count = len(parts.stages)
+    count = len((pieces.whole or pieces.split).stages)
     ranks, chunks = (1, count) if speeds is None else (count, 1)
-    schedule = looped_bfs(1, MICROBATCHES, count) if speeds is None else gpipe(count, MICROBATCHES)
-    schedule = seq1f1b(ranks, MICROBATCHES, slices, chunks) if slices else schedule
-    both = [make(parts, each) for each in (schedule, split_backward(schedule))]
-    lowered, apart = (each.lower(parts.params, *batch, state=parts.state) for each in both)
+    schedule = seq1f1b(ranks, MICROBATCHES, slices, chunks) if slices else pieces.schedule(ranks)
+    both = [make(pieces, each) for each in (schedule, split_backward(schedule))]
+    trees = [pieces.of_step(trees) for trees in (pieces.split.params, pieces.split.state)]
+    lowered, apart = (each.lower(trees[0], *batch, state=trees[1]) for each in both)
     if speeds is None:
-        state = both[0].init(tree_map(torch.clone, parts.params), tree_map(torch.clone, parts.state))
+        state = both[0].init(*(tree_map(torch.clone, each) for each in trees))
         whole, halves = (_timed(partial(t.record, state, *batch, seed=(0, 0))) for t in both)
         times = lowered.costs(_both(whole, halves))
         if ring[0] == 1:
             return times
-        return _sum(times, times_of(make, parts, batch, (inf, inf), ring, slices))
+        return _sum(times, times_of(make, pieces, batch, (inf, inf), ring, slices))
     counter = partial(_Roofline, *speeds, ring)
     counts = [list(zip(*each.cost_analysis(counter).values(), strict=True)) for each in (lowered, apart)]
     f, b, i, w = (tuple(x / schedule.microbatches for x in xs) for xs in (*counts[0][:2], *counts[1][2:]))
     state = lowered.state
-    moved = ([p, p, p, state.optimizer[stage], state.optimizer[stage]] for stage, p in state.params.items())
+    moved = (
+        [p, p, p, state.optimizer[stage], state.optimizer[stage]] for stage, p in sorted(state.params.items())
+    )
     step = tuple(sum(local(leaf).nbytes for leaf in tree_leaves(tree)) / speeds[1] for tree in moved)
     return lowered.costs(Costs(f, i, w, b, step=step))
 

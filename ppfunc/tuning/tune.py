@@ -47,21 +47,28 @@ from ppfunc.schedule import (
     plan,
     seq1f1b,
     simulate,
+    spread,
+    with_parts,
+    with_skips,
 )
 from ppfunc.schedule.formats.svg import Point, amount, draw, short
 from ppfunc.schedule.planner.overview import bound_of_order
 from ppfunc.splitter import Split
+from ppfunc.splitter.splitting import checked_module
 from ppfunc.stage import Engine, Loss, StageError, graph
 from ppfunc.stage.device import accelerates
 from ppfunc.stage.tree import tree_leaves
 from ppfunc.training import Trainer
 from ppfunc.training.optim import Optimizer
 from ppfunc.training.trainer import completed, on_meta
+from ppfunc.vocabulary import VocabularyLoss
 
 from .stages import (
     MICROBATCHES,
     Cuts,
     Lay,
+    ModelCut,
+    Pieces,
     Speeds,
     batch_of,
     concurrency_of,
@@ -94,6 +101,8 @@ class Choice(NamedTuple):
         remat: argument of the engine, ``engines.graph(remat=...)``.
         shard: argument of the transport, ``P2P(mesh=..., axes=..., shard=...)``.
         slices: number of slices of a sequence, 0 for microbatches without a carry.
+        parts: name of the output layer in parts of the vocabulary on all ranks of a pipeline; None for none.
+        spread: name of the encoder with copies on all ranks of a pipeline; None for none.
     """
 
     pipe: int
@@ -103,6 +112,8 @@ class Choice(NamedTuple):
     remat: Any
     shard: ShardWhat
     slices: int
+    parts: str | None = None
+    spread: str | None = None
 
     @property
     def grid(self) -> str:
@@ -116,8 +127,19 @@ class Choice(NamedTuple):
 
     @property
     def of_rows(self) -> str:
-        """Write the rows of a microbatch, and its slices."""
-        return f"microbatches of {self.microbatch}{f' in {self.slices} slices' * bool(self.slices)}"
+        """Write the rows of a microbatch, and its slices; and the modules on all ranks."""
+        slices = f" in {self.slices} slices" if self.slices else ""
+        return f"microbatches of {self.microbatch}{slices}{self.modules}"
+
+    @property
+    def modules(self) -> str:
+        """Write the modules on all ranks of a pipeline."""
+        ways = (self.parts, "in parts"), (self.spread, "spread")
+        return "".join(f", {name} {way}" for name, way in ways if name)
+
+    def cut(self, stages: int) -> ModelCut:
+        """Name the cut of the model into ``stages`` stages, beside the modules."""
+        return ModelCut(stages, self.slices, self.parts, self.spread, self.pipe if self.parts else 0)
 
 
 def grids_of(ranks: int, grids: Any, tensor: object) -> list[Grid]:
@@ -153,9 +175,14 @@ def axis_sizes(transport: Transport | None, pipe: int) -> Grid:
 
 def choices_of(
     ranks: int, batch: int, grids: Sequence[Grid], sizes: Sequence[int] | None,
-    remats: Sequence[Any], shards: Sequence[ShardWhat], slices: Sequence[int], named: bool,
+    remats: Sequence[Any], shards: Sequence[ShardWhat], slices: Sequence[int],
+    modules: Sequence[Sequence[str | None]], named: bool,
 ) -> Iterator[Choice]:  # fmt: skip
-    """List the choices beside the schedule; rows divide in every grid that is ``named``, else in some."""
+    """List the choices beside the schedule; rows divide in every grid that is ``named``, else in some.
+
+    Args:
+        modules: output layers and encoders to try on all ranks of a pipeline of several.
+    """
     powers = [2**n for n in range(batch.bit_length()) if batch % (ranks * 2**n) == 0]
     if sizes is None and not powers:
         raise ValueError(f"batch: got {batch} rows, expected a multiple of the {ranks} ranks, or microbatch=")
@@ -166,8 +193,9 @@ def choices_of(
                 f"microbatch: got {size}, expected a divisor of {batch} rows over {grid[1]} pipelines"
             )
         if batch % (grid[1] * size) == 0:
-            for each, k in product(shards if grid[1] > 1 else get_args(ShardWhat)[:1], slices):
-                yield Choice(*grid, size, remat, each, k)
+            some = shards if grid[1] > 1 else get_args(ShardWhat)[:1]
+            for each, k, *names in product(some, slices, *(modules if grid[0] > 1 else ())):
+                yield Choice(*grid, size, remat, each, k, *names)
 
 
 _OVER = 3  # rows of a table that do not fit
@@ -186,11 +214,12 @@ class Row(NamedTuple):
         fits: whether no rank exceeds the limit.
         binds: scarce resource in words: the bytes, or the time, of a rank.
         make: ``make(transport=None) -> Trainer``, whose parameters are those of ``pp.split(model, args,
-            at=row.at)``. Several pipelines take ``P2P(mesh=mesh, axes=Axes("pp", data="dp"), shard=...)``.
-            With tensor ranks it takes ``Axes("pp", data="dp", model="tp")``, and parameters are those of
-            ``pp.split(tensor(mesh["tp"]), args, at=row.at)``. With slices, parameters are those of
-            ``pp.split(..., slices=row.choice.slices)``, and batches those of ``pp.microbatch(batch,
-            row.schedule.sequences, slices=row.choice.slices)``.
+            at=row.at, output=row.choice.parts, encoder=row.choice.spread)``; with parts, as
+            ``pp.vocabulary_parallel(split, row.choice.pipe, loss_fn).cut(split.params)``. Several pipelines
+            take ``P2P(mesh=mesh, axes=Axes("pp", data="dp"), shard=...)``. With tensor ranks it takes
+            ``Axes("pp", data="dp", model="tp")``, and the model is ``tensor(mesh["tp"])``. With slices,
+            parameters are those of ``pp.split(..., slices=row.choice.slices)``, and batches those of
+            ``pp.microbatch(batch, row.schedule.sequences, slices=row.choice.slices)``.
     """
 
     choice: Choice
@@ -320,12 +349,13 @@ class Simulated(NamedTuple):
         late: whether parameters and activations alone are more than the limit, bool.
         key: seconds of a step; bytes of the fullest rank of a late candidate.
         number: number of candidates before it.
-        choice, schedule, costs, timeline, seconds: the configuration, and its step on paper.
+        cut, choice, schedule, costs, timeline, seconds: the configuration, and its step on paper.
     """
 
     late: bool
     key: float
     number: int
+    cut: ModelCut
     choice: Choice
     schedule: Schedule
     costs: Costs
@@ -390,7 +420,8 @@ class Configurations:
             builders = of_slices(self._builders, choice.slices) if choice.pipe > 1 else alone
             for name, build in builders.items():
                 cut = f", {choice.slices} slices" if choice.slices else ""
-                self._try(f"{name} of {choice.grid} ranks{cut}", self._build, choice, build)
+                what = f"{name} of {choice.grid} ranks{cut}{choice.modules}"
+                self._try(what, self._build, choice, build)
                 yield name
         while self.heap and not (self.heap[0].late and self.rows):
             fitting = sorted(row.seconds for row in self.rows if row.fits)
@@ -411,15 +442,15 @@ class Configurations:
 
     # -- costs
 
-    def _measure(self, size: int, tensor: int, remat: Any, slices: int, stages: int) -> Costs:
-        batch = [batch_of(tree, MICROBATCHES * size, MICROBATCHES, slices) for tree in self._inputs]
+    def _measure(self, size: int, tensor: int, remat: Any, cut: ModelCut) -> Costs:
+        batch = [batch_of(tree, MICROBATCHES * size, MICROBATCHES, cut.slices) for tree in self._inputs]
         make, ring = partial(self._trainer, engine=self._engine(remat)), (tensor, *self._link[:2])
-        return times_of(make, self._split(stages, tensor, slices), batch, self._speeds, ring, slices)
+        return times_of(make, self._split(cut, tensor), batch, self._speeds, ring, cut.slices)
 
-    def _of_stages(self, choice: Choice, stages: int) -> Costs:
+    def _of_stages(self, choice: Choice, cut: ModelCut) -> Costs:
         """Return the costs of stages, with messages, sums over data ranks and over replicas, and updates."""
-        costs = self._costs(choice.microbatch, choice.tensor, choice.remat, choice.slices, stages)
-        d = choice.data
+        costs = self._costs(choice.microbatch, choice.tensor, choice.remat, cut)
+        stages, d = len(costs.forward), choice.data
         latency, bandwidth, host = self._link
         sizes, steps = ([costs.of(name, s) for s in range(stages)] for name in ("parameters", "step"))
         seconds = [size / 2 / bandwidth for size in sizes]  # of all gradients
@@ -448,22 +479,26 @@ class Configurations:
     def _build(self, choice: Choice, builder: Callable[..., Schedule]) -> None:
         """Build a schedule, measure its stages, and simulate it."""
         microbatches = self._batch // choice.data // choice.microbatch
-        cut = (choice.slices,) if choice.slices else ()
-        schedule = builder(choice.pipe, microbatches, *cut)
+        schedule = builder(choice.pipe, microbatches, *([choice.slices] if choice.slices else []))
         if schedule.microbatches != microbatches * max(choice.slices, 1):
             raise ValueError("each rank has microbatches of its own; expected several pipelines instead")
         stages = len(set(schedule.model_stages))
-        self._split(stages, 1, choice.slices)
+        cut = choice.cut(stages)
+        self._split(cut, 1)
         what = f"{choice.of_rows} in {stages} stages"
         what = f"{choice.tensor} tensor ranks" if choice.tensor > 1 else what
-        costs = self._try(what, self._of_stages, choice, stages)
+        costs = self._try(what, self._of_stages, choice, cut)
         if costs is not None:
-            costs = costs.of_stages(schedule.model_stages)
             if "costs" in signature(builder).parameters:
-                schedule = builder(choice.pipe, microbatches, costs=replace(costs, backward=None))
-            self._simulate(choice, schedule, costs)
+                own = first_of(costs, stages).of_stages(schedule.model_stages)
+                schedule = builder(choice.pipe, microbatches, costs=replace(own, backward=None))
+            if choice.parts:
+                schedule = with_parts(schedule, costs=first_of(costs, stages + choice.pipe + 1))
+            if choice.spread:
+                schedule = spread(schedule, costs=costs)
+            self._simulate(cut, choice, schedule, costs.of_stages(schedule.model_stages))
 
-    def _simulate(self, choice: Choice, schedule: Schedule, costs: Costs) -> None:
+    def _simulate(self, cut: ModelCut, choice: Choice, schedule: Schedule, costs: Costs) -> None:
         """Find the seconds of a schedule that is new, and whether its activations alone are too many."""
         if (choice, schedule.programs) in self._seen:
             return
@@ -473,30 +508,31 @@ class Configurations:
         seconds = seconds_of(timeline, costs, self._concurrency / choice.data / choice.tensor)
         late = least > self._memory
         order = late, least if late else seconds, len(self._seen)
-        heappush(self.heap, Simulated(*order, choice, schedule, costs, timeline, seconds))
+        heappush(self.heap, Simulated(*order, cut, choice, schedule, costs, timeline, seconds))
 
     def _work_out(self, found: Simulated) -> None:
         """Find the peak of every rank; then plan for the same placement, if that can be faster."""
         *_, choice, schedule, costs, timeline, seconds = found
-        parts = self._split(len(set(schedule.model_stages)), choice.tensor, choice.slices)
+        pieces = self._split(found.cut, choice.tensor)
         mesh = init_device_mesh(
             self._cuts.device, choice[:3], mesh_dim_names=("pp", "dp", axis := self._cuts.axis)
         )
         paper = OnPaper(mesh=mesh, axes=Axes("pp", data="dp", model=axis), shard=choice.shard)
-        trainer = self._trainer(parts, schedule, self._engine(choice.remat), paper)
+        trainer = self._trainer(pieces, schedule, self._engine(choice.remat), paper)
         rows = self._batch // choice.data
         batch = [
             batch_of(on_meta(tree), rows, rows // choice.microbatch, choice.slices) for tree in self._inputs
         ]
-        memory = trainer.lower(parts.params, *batch, state=parts.state).memory_analysis()
+        params, state = map(pieces.of_step, (pieces.split.params, pieces.split.state))
+        memory = trainer.lower(params, *batch, state=state).memory_analysis()
         peaks = tuple(memory[rank].peak for rank in range(choice.pipe))
         bound = bound_of_order(schedule, costs, None)
         if bound is not None:  # and the least that updates add
             bound += min(sum(costs.of("step", s) for s in schedule.stages_of(r)) for r in memory)
-        fits, make = max(peaks) <= self._memory, partial(self._make, choice, schedule, parts)
+        fits, make = max(peaks) <= self._memory, partial(self._make, found, pieces)
         at_once = f"{self._concurrency:.3g} of {prod(choice[:3])}"
         binds = binding(memory, timeline, seconds, at_once, fits)
-        self.rows.append(Row(choice, schedule, parts.at, seconds, bound, peaks, fits, binds, make))
+        self.rows.append(Row(choice, schedule, pieces.at, seconds, bound, peaks, fits, binds, make))
         new = (choice, schedule.placement) not in self._seen
         if self._effort and choice.pipe > 1 and bound is not None and new:
             self._seen.add((choice, schedule.placement))
@@ -517,11 +553,10 @@ class Configurations:
             cap, given = None if max(left) == inf else left, (schedule.ranks, schedule.microbatches, bare)
             options: dict[str, Any] = {"placement": schedule.placement, "slices": schedule.slices}
             found = plan(*given, cap=cap, effort=self._effort, **options)
-            self._simulate(like.choice, replace(found.schedule, name="plan"), like.costs)
+            self._simulate(like.cut, like.choice, replace(found.schedule, name="plan"), like.costs)
 
-    def _make(
-        self, choice: Choice, schedule: Schedule, parts: Split, transport: Transport | None = None
-    ) -> Trainer:
+    def _make(self, found: Simulated, pieces: Pieces, transport: Transport | None = None) -> Trainer:
+        choice = found.choice
         shard = "none" if transport is None else transport.shard
         if (shard, axis_sizes(transport, choice.pipe)) != (choice.shard, choice[:3]):
             model = ", model='tp'" if choice.tensor > 1 else ""
@@ -531,8 +566,8 @@ class Configurations:
             )
         if choice.tensor > 1:
             axis = transport.mesh[transport.axes.model]  # type: ignore[union-attr,index]
-            parts = self._cuts.laid_over(axis, parts.at, choice.slices)
-        return self._trainer(parts, schedule, graph(remat=choice.remat), transport)
+            pieces = self._cuts.laid_over(axis, pieces.at, found.cut)
+        return self._trainer(pieces, found.schedule, graph(remat=choice.remat), transport)
 
 
 def of_slices(builders: Mapping[str, Callable[..., Schedule]], slices: int) -> dict[str, Any]:
@@ -555,6 +590,11 @@ def _fake_group(ranks: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         sys.excepthook = hook  # else a traceback names the rank in every line
+
+
+def first_of(costs: Costs, stages: int) -> Costs:
+    """Return the costs of the first stages of a model."""
+    return replace(costs, **{name: [costs.of(name, s) for s in range(stages)] for name in costs.per_stage})
 
 
 def least_bytes(choice: Choice, timeline: Timeline, costs: Costs) -> float:
@@ -588,6 +628,8 @@ def tune(
     remat: Sequence[Any] = ("cheap", "full"),
     shard: Sequence[ShardWhat] = get_args(ShardWhat),
     slices: Sequence[int] = (0,),
+    parts: Sequence[str | None] = (None,),
+    spread: Sequence[str | None] = (None,),
     latency: float = 0.0,
     bandwidth: float = inf,
     host: float | None = None,
@@ -630,6 +672,12 @@ def tune(
         slices: numbers of equal slices of a sequence to try, 0 for no carry; others take schedules
             of slices, a model as for ``pp.split(..., slices=)``, and targets with the tokens in axis 1. With
             ``speeds``, the slices of a sequence take equal times.
+        parts: names of an output layer to try in parts of the vocabulary on all ranks of a pipeline
+            (``"lm_head"``), None for the layer within the last stage. The loss function is one for both, such
+            as :func:`ppfunc.vocabulary_cross_entropy`; see :func:`ppfunc.with_parts`.
+        spread: names of an encoder to try as copies on all ranks of a pipeline (``"model.vision_tower"``),
+            None for the module within the stages; see :func:`ppfunc.spread`. Every microbatch has something
+            to encode.
         latency, bandwidth: seconds of a message and bytes per second, between ranks of a pipeline, data ranks
             and tensor ranks, whose collectives go around a ring; by default messages take no time.
         host: bytes per second between a device and its host, in each direction; None if nothing is to move.
@@ -657,7 +705,10 @@ def tune(
     if isinstance(model, Split) and model.encoder:
         raise ValueError(f"model: got a split with the encoder {model.encoder}; split without encoder=")
     _require_options(model, loss_fn, optimizer, options)
-    _require_lists(grids, schedules, shard, microbatch, remat, slices)
+    _require_lists(
+        grids=grids, schedules=schedules, shard=shard, microbatch=microbatch, remat=remat, slices=slices,
+        parts=parts, spread=spread,
+    )  # fmt: skip
     builders = {name: find_builder(name) for name in schedules}
     if not (lengths := [len(t) for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.ndim]):
         raise ValueError(f"args: got {shown(args)}, expected at least one tensor with rows, then loss_fn")
@@ -668,7 +719,17 @@ def tune(
     every = grids_of(ranks, grids, tensor)
     if "none" not in shard and all(data == 1 for _, data, _ in every):
         raise ValueError(f"shard: got {shard}, and no grid of several pipelines to cut over; leave it out")
-    choices = list(choices_of(ranks, batch, every, microbatch, remat, shard, slices, grids != "any"))
+    _require_modules("parts", parts, model, every)
+    _require_modules("spread", spread, model, every)
+    if any(parts) and not isinstance(loss_fn, VocabularyLoss):
+        raise TypeError(
+            f"loss_fn: got {shown(loss_fn)} and parts={parts}, expected a loss of logits whole or in parts,"
+            " pp.vocabulary_cross_entropy(...) or a pp.vocabulary.VocabularyLoss"
+        )
+    if any(parts) and "tied" in options:
+        raise ValueError("tied: got places beside parts, whose split has its ties; leave it out")
+    tried = microbatch, remat, shard, slices, (parts, spread)
+    choices = list(choices_of(ranks, batch, every, *tried, grids != "any"))
     for k in slices:
         require_counts(0, slices=k)
         if not of_slices(builders, k):
@@ -677,10 +738,16 @@ def tune(
                 " seq1f1b or seq_zb among them for slices, others for 0"
             )
 
-    def trainer(parts: Split, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:
-        return Trainer(parts, loss_fn, schedule, optimizer, to, engine=engine, **options)
+    def trainer(pieces: Pieces, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:
+        whole = pieces.whole
+        if whole is None:
+            return Trainer(pieces.split, loss_fn, schedule, optimizer, to, engine=engine, **options)
+        schedule, tied = with_skips(schedule, whole.skips), whole.tied
+        return Trainer(
+            whole.stages, whole.loss_fn, schedule, optimizer, to, engine=engine, tied=tied, **options
+        )
 
-    cuts = Cuts(model, args, {choice.microbatch for choice in choices}, tensor)
+    cuts = Cuts(model, args, {choice.microbatch for choice in choices}, tensor, loss_fn)
     link = latency, bandwidth, host
     at_once = concurrency_of(model, cores, speeds)
     search = Configurations(
@@ -703,23 +770,39 @@ def _require_options(model: Any, loss_fn: Any, optimizer: Any, options: dict[str
         raise TypeError(with_arguments(named, Trainer)) from None
 
 
-def _require_lists(grids: Any, schedules: Any, shard: Any, microbatch: Any, remat: Any, slices: Any) -> None:
+_ITEMS = {
+    "grids": "tuples, or 'any'", "schedules": "names", "shard": "those of pp.P2P",
+    "microbatch": "numbers of rows", "remat": "those of pp.engines.graph", "slices": "numbers of slices",
+    "parts": "names of modules, or None", "spread": "names of modules, or None",
+}  # fmt: skip
+
+
+def _require_lists(**lists: Any) -> None:
     """Raise ValueError where a list to try is empty, or no list."""
-    for name, tried, items in (
-        ("grids", [grids] if grids == "any" else grids, "tuples, or 'any'"),
-        ("schedules", schedules, "names"), ("shard", shard, "those of pp.P2P"),
-        ("microbatch", [None] if microbatch is None else microbatch, "numbers of rows"),
-        ("remat", remat, "those of pp.engines.graph"), ("slices", slices, "numbers of slices"),
-    ):  # fmt: skip
+    for name, tried in lists.items():
+        if (name, tried) in (("grids", "any"), ("microbatch", None)):
+            continue
         if (
             not isinstance(tried, Sequence)
             or isinstance(tried, str)
             or not tried
             or (name == "grids" and int in map(type, tried))
         ):
-            raise ValueError(f"{name}: got {shown(tried)}, expected a nonempty list of {items}")
-    for what in shard:
+            raise ValueError(f"{name}: got {shown(tried)}, expected a nonempty list of {_ITEMS[name]}")
+    for what in lists["shard"]:
         require_one_of("shard", what, get_args(ShardWhat))
+
+
+def _require_modules(
+    argument: str, names: Sequence[str | None], model: torch.nn.Module | Split, grids: Sequence[Grid]
+) -> None:
+    """Refuse modules to put on all ranks that no candidate can have there."""
+    for name in (name for name in names if name is not None):
+        if isinstance(model, Split):
+            raise ValueError(f"model: got a split and {argument}={names}, expected a module: cuts stay")
+        checked_module(model, argument, name)
+    if None not in names and all(pipe == 1 for pipe, *_ in grids):
+        raise ValueError(f"{argument}: got {names}, and no grid with several ranks of a pipeline; add None")
 
 
 def _require_numbers(

@@ -9,11 +9,16 @@ from ppfunc.schedule import (
     BUILDERS,
     Costs,
     compare_schedules,
+    one_f_one_b,
     place_communication,
     simulate,
+    spread,
     to_csv,
+    to_json,
     to_scatter,
     to_trace,
+    with_parts,
+    zb_h1,
     zbv,
 )
 
@@ -61,6 +66,34 @@ def test_costs_of_a_file_are_those_of_the_model(run, tmp_path):
     (tmp_path / "costs.json").write_text(costs.to_json())
     code, out, _ = run("compare", *SHAPE, "--costs", tmp_path / "costs.json")
     assert (code, out) == (0, f"{compare_schedules(4, 8, costs=costs)}\n{UNIT}")
+
+
+def test_graphs_from_files_with_costs_per_stage(run, tmp_path):
+    """Output layers in parts of two builders, and an encoder spread, with costs of all stages."""
+    times = (2, 2, 2, 2, 1, 1, 1, 1, 0.5)
+    costs = Costs(forward=times, backward=times, activation=times)
+    (tmp_path / "costs.json").write_text(costs.to_json())
+    made = {f"{build.__name__}.json": with_parts(build(4, 8), costs=costs) for build in (one_f_one_b, zb_h1)}
+    five = Costs(forward=(1, 1, 1, 1, 2), backward=(2, 2, 2, 2, 4))
+    (tmp_path / "five.json").write_text(five.to_json())
+    images = spread(one_f_one_b(4, 8), costs=five)
+    for name, schedule in {**made, "images.json": images}.items():
+        (tmp_path / name).write_text(to_json(schedule))
+    files = [tmp_path / name for name in made]
+    code, out, err = run("compare", *files, "--costs", tmp_path / "costs.json", "--format", "json")
+    rows = {row["name"]: row for row in json.loads(out)["schedules"]}
+    assert (code, err) == (0, "") and rows.keys() == made.keys()
+    for name, schedule in made.items():
+        assert rows[name]["makespan"] == simulate(schedule, costs).makespan and rows[name]["bound"] is None
+        code, out, err = run("simulate", tmp_path / name, "--costs", tmp_path / "costs.json", "--json")
+        assert (code, err, json.loads(out)["makespan"]) == (0, "", rows[name]["makespan"])
+    code, out, _ = run(
+        "compare", tmp_path / "images.json", "--costs", tmp_path / "five.json", "--format", "json"
+    )
+    time = simulate(images, five.of_stages(images.model_stages)).makespan
+    assert code == 0 and json.loads(out)["schedules"][0]["makespan"] == time
+    code, _, err = run("compare", *files, "1f1b", "--costs", tmp_path / "costs.json")
+    assert code == 2 and "forward has 9 numbers, expected 4" in err
 
 
 def test_the_picture(run, tmp_path):

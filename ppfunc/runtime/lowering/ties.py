@@ -124,7 +124,8 @@ def shared_leaves(
             for home, (stage, number) in zip(homes, holders, strict=True)
             if number is not None and home in ranks
         ]
-        shared.append(SharedLeaf(name, tuple(homes), tuple(places)))
+        if places:
+            shared.append(SharedLeaf(name, tuple(homes), tuple(places)))
 
     for name, places in tied:
         if _without_tangents(params, places):
@@ -138,9 +139,8 @@ def shared_leaves(
         if len(forms) > 1:
             listed = ", ".join(f"{place} is {form}" for form, place in forms.items())
             raise ValueError(f"tied[{name!r}]: {listed}; tied parameters have one shape and dtype")
-        if numbers:
-            stages = enumerate(schedule.model_stages)
-            add(f"tied[{name!r}]", [(s, numbers.get(p)) for s, k in stages for p in places if p[0] == k])
+        stages = enumerate(schedule.model_stages)
+        add(f"tied[{name!r}]", [(s, numbers.get(p)) for s, k in stages for p in places if p[0] == k])
     taken = {(place.stage, place.number) for leaf in shared for place in leaf.places}
     for group in schedule.replicas:
         here = [stage for stage in group if schedule.placement[stage] in ranks]

@@ -224,7 +224,9 @@ def with_parts(
         schedule: schedule of F, B, I and W, without slices, whose microbatches all end in the same stage.
         ranks: rank of each part; by default a part on every rank.
         lead: number of microbatches that a rank may hold more than in ``schedule``: the way of a microbatch
-            becomes longer. Where ranks have one stage each, 2 are enough to keep them busy.
+            becomes longer. Where ranks have one stage each, 2 are enough to keep them busy, and with fewer
+            the step takes longer than with a whole layer. So does a step of a light layer, or of as few
+            microbatches as ranks: ``simulate`` both, or let :func:`ppfunc.tune` try them.
         costs: times and activations of the stages of the model, the parts and the join last; by default a
             stage F = I = W = 1, a part the k-th part of that, and nothing for the join.
 

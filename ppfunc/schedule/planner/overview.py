@@ -36,8 +36,8 @@ class ScheduleFigures(NamedTuple):
         parameters: most on any rank, in one rank's share of the model: 2 where every rank holds two shares.
         memory: most on any rank of activations and parameters together, in the unit of the costs.
         bound: the least makespan of any order of this placement (see :func:`ppfunc.schedule.lower_bound`),
-            under the cap if the schedule keeps it. None if no bound is known: for several chains, without
-            backwards, and for overlapped pairs with costs of their own.
+            under the cap if the schedule keeps it. None if no bound is known: for several chains or a graph,
+            without backwards, and for overlapped pairs with costs of their own.
     """
 
     name: str

@@ -103,10 +103,11 @@ def plan(
 ) -> Plan:
     """Search for the shortest schedule that fits in memory.
 
-    The same arguments give the same schedule in every process. It is never longer than that of any builder
-    that has the placement and fits in the cap. Where the costs have ``recompute`` or ``offload``, residuals
-    of each stage and microbatch stay, are computed again or move to the host; of the same stages, it is never
-    longer than a plan after which all stay, or :func:`~ppfunc.schedule.insert_recomputes` or
+    Plans are chains: :func:`arrange`, :func:`with_parts` and :func:`spread` put a graph in order. The same
+    arguments give the same schedule in every process. It is never longer than that of any builder that has
+    the placement and fits in the cap. Where the costs have ``recompute`` or ``offload``, residuals of each
+    stage and microbatch stay, are computed again or move to the host; of the same stages, it is never longer
+    than a plan after which all stay, or :func:`~ppfunc.schedule.insert_recomputes` or
     :func:`~ppfunc.schedule.insert_offloads` treats all alike. It takes some three times as long.
 
     Args:

@@ -76,6 +76,22 @@ def test_what_would_move_the_state_is_refused():
             trainer.with_schedule("zbv")
 
 
+def test_a_chain_does_not_go_on_for_a_graph():
+    """Stages that read all stages before would take the last of them, and give other numbers."""
+    fork = pp.schedule.Flow((0, 1, 2), range(2), edges=((0, 1), (0, 2), (1, 2)))
+    schedule = pp.arrange([0, 1, 1], [fork])
+    stages = [lambda p, x: p * (sum(x) if isinstance(x, tuple) else x)] * 3
+    with pp.Trainer(stages, squared, schedule, pp.optim.sgd(0.1)) as trainer:
+        chain = pp.plan(2, 2, placement=schedule.placement, effort=0.01).schedule
+        with pytest.raises(
+            ValueError, match=r"'plan' with the edges .*, expected those of the trainer, .*ppfunc.arr"
+        ):
+            trainer.with_schedule(chain)
+        now = trainer.schedule
+        again = pp.arrange(now.placement, now.flows, skips=now.skips, costs=pp.schedule.Costs(backward=3))
+        assert trainer.with_schedule(again).schedule.flows == schedule.flows
+
+
 def in_processes(rank, ranks, names):
     """A trainer in each process, and the same training in this one; one rank is given another schedule."""
     builders = SCHEDULES[names][1]
