@@ -476,7 +476,6 @@ def test_stages_on_all_ranks_are_measured_too():
         ({"parts": ["head"]}, ValueError, "parts: got 'head', which is no module of the model; the nearest "),
         ({"spread": [None, ""]}, ValueError, "spread: got '', which is no module of the model"),
         ({"loss_fn": captions.loss_of}, TypeError, "loss_fn: got .*, expected a loss of logits whole or in"),
-        ({"tied": {}}, ValueError, "tied: got places beside parts, whose split has its ties; leave it out"),
         ({"spread": ["tower"], "grids": [(1, 2)]}, ValueError, "spread: got .*, and no grid with several ra"),
         ({"model": "split"}, ValueError, "model: got a split and parts=.*, expected a module: cuts stay"),
         ({"parts": ["layers.3"], "spread": [None]}, pp.StageError, "the last stage, at layers.3: it calls"),

@@ -49,7 +49,6 @@ from ppfunc.schedule import (
     simulate,
     spread,
     with_parts,
-    with_skips,
 )
 from ppfunc.schedule.formats.svg import Point, amount, draw, short
 from ppfunc.schedule.planner.overview import bound_of_order
@@ -726,8 +725,6 @@ def tune(
             f"loss_fn: got {shown(loss_fn)} and parts={parts}, expected a loss of logits whole or in parts,"
             " pp.vocabulary_cross_entropy(...) or a pp.vocabulary.VocabularyLoss"
         )
-    if any(parts) and "tied" in options:
-        raise ValueError("tied: got places beside parts, whose split has its ties; leave it out")
     tried = microbatch, remat, shard, slices, (parts, spread)
     choices = list(choices_of(ranks, batch, every, *tried, grids != "any"))
     for k in slices:
@@ -739,13 +736,9 @@ def tune(
             )
 
     def trainer(pieces: Pieces, schedule: Schedule, engine: Engine, to: Transport | None = None) -> Trainer:
-        whole = pieces.whole
-        if whole is None:
-            return Trainer(pieces.split, loss_fn, schedule, optimizer, to, engine=engine, **options)
-        schedule, tied = with_skips(schedule, whole.skips), whole.tied
-        return Trainer(
-            whole.stages, whole.loss_fn, schedule, optimizer, to, engine=engine, tied=tied, **options
-        )
+        loss = pieces.whole.loss_fn if pieces.whole else loss_fn
+        stages = pieces.whole or pieces.split
+        return Trainer(stages, loss, schedule, optimizer, to, engine=engine, **options)
 
     cuts = Cuts(model, args, {choice.microbatch for choice in choices}, tensor, loss_fn)
     link = latency, bandwidth, host
