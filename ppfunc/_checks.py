@@ -254,6 +254,31 @@ def _cell(value: Any) -> str:
     return f"{float(value):.4g}"
 
 
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+
+
+def duration(seconds: float, most: float | None = None) -> str:
+    """Write seconds in four digits, in the unit that suits ``most`` seconds, by default these.
+
+    >>> duration(0.271949), duration(0.271949, most=3), duration(4.2e-5)
+    ('271.9 ms', '0.2719 s', '42 µs')
+    """
+    least = float(seconds if most is None else most)
+    unit, name = next((unit for unit in _UNITS if least >= unit[0]), _UNITS[-1])
+    value = float(seconds) / unit
+    return f"{value:,.0f} {name}" if value >= 1000 else f"{value:.4g} {name}"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    """Write a share; a small error of a sum does not give 0 a sign.
+
+    >>> percent(0.1234), percent(-1e-16)
+    ('12.3%', '0.0%')
+    """
+    written = f"{float(share):.{digits}%}"
+    return written if float(written[:-1]) else written.lstrip("-")
+
+
 def clipped(text: str) -> str:
     """Cut a text to a number of lines and columns, and say how many more lines there are."""
     lines = text.splitlines()

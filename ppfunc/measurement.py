@@ -92,14 +92,16 @@ def measure(
     timelines = [step.record(params, example, targets, **arguments)[1] for _ in range(repeats)]
     times = [[end - start for _, start, end in next(timeline.rows())] for timeline in timelines]
     ends = [median(row) for row in zip(*times, strict=True)]
-    seconds = timeline_of(timelines[0].schedule, [[0] * len(ends)], [ends]).costs()
+    timeline = timeline_of(timelines[0].schedule, [[0] * len(ends)], [ends], Costs(seconds=True))
     compiled = step.lower(params, example, targets, **arguments).compile().step
-    return _of_all_stages(completed(seconds, compiled.lowered, compiled.programs if memory else {}))
+    return _of_all_stages(completed(timeline.costs(), compiled.lowered, compiled.programs if memory else {}))
 
 
 def _of_all_stages(costs: Costs) -> Costs:
     """Write mappings by stage as tuples, and messages that take no time as the default."""
-    rows = {name: (*row.values(),) for name, row in costs.numbers.items() if isinstance(row, Mapping)}
+    rows: dict[str, Any] = {
+        name: (*row.values(),) for name, row in costs.numbers.items() if isinstance(row, Mapping)
+    }
     return replace(costs, communication=0, slices=tuple(map(_of_all_stages, costs.slices)), **rows)
 
 

@@ -31,7 +31,7 @@ def test_seconds_are_those_of_the_stage_and_bytes_are_exact():
     costs = measure([dense] * 3, params_of(3), normal(4, D), squared, normal(4, D), repeats=3)
     nbytes = 4 * D * 8
     assert costs.bytes == (nbytes, nbytes, 0)
-    assert costs.activation[0] == 2 * nbytes  # the input and the result of tanh
+    assert costs.seconds and costs.activation[0] == 2 * nbytes  # the input and the result of tanh
     assert all(
         value > 0
         for name in ("forward", "backward_input", "backward_weight")
@@ -104,7 +104,8 @@ def test_the_bytes_of_stages_make_a_plan_without_a_run():
     measured = measure([dense] * 4, params, x[:4], squared, x[:4], repeats=1)
     costs = lowered.costs()
     assert costs.forward == 1 and lowered.costs(measured) == replace(
-        costs, **{n: getattr(measured, n) for n in ("forward", "backward_input", "backward_weight")}
+        costs,
+        **{n: getattr(measured, n) for n in ("forward", "backward_input", "backward_weight", "seconds")},
     )
     for name in ("activation", "weight_share", "parameters", "bytes"):
         assert tuple(getattr(costs, name).values()) == getattr(measured, name)

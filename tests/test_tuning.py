@@ -6,7 +6,6 @@ import json
 import os
 import re
 import sys
-import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from math import inf
 
@@ -20,6 +19,7 @@ from ppfunc.tuning import tune as tuning
 from ppfunc.tuning.stages import MICROBATCHES, Pieces, batch_of, concurrency_of, rows_of, seconds_of, times_of
 from tests.builders import BUILDERS
 from tests.models import BatchNormed, squared
+from tests.pictures import require_legible
 from tests.splitter import test_encoders as captions, test_slices as causal
 
 D, ROWS = 16, 8
@@ -246,10 +246,37 @@ def test_a_table_is_also_json_and_a_picture(every):
     assert read["rows"][0]["schedule"] == every.best.schedule.name and read["rows"][0]["peaks"]
     peaks = [max(row.peaks) for row in every.frontier]
     assert every.frontier[0].seconds == every.best.seconds and peaks == sorted(peaks, reverse=True)
-    picture = ElementTree.fromstring(every.to_svg())
-    labels = [t.text for t in picture.iter("{http://www.w3.org/2000/svg}text") if t.get("class") == "label"]
-    assert set(labels) == {str(row) for row in every.frontier}
     assert len(str(every).splitlines()) == len(every.rows) + 2
+
+
+def test_the_picture_lists_the_frontier_and_fades_what_does_not_fit(every):
+    svg = "{http://www.w3.org/2000/svg}"
+    sizes = sorted(max(row.peaks) for row in every.rows)
+    for limit in (inf, sizes[-1], sizes[len(sizes) // 2], sizes[0] / 9, sizes[-1] * 9):
+        rows = tuple(row._replace(fits=max(row.peaks) <= limit) for row in every.rows)
+        tuning = replace(every, rows=rows, memory=limit)
+        for width in (None, 720, 3000):
+            root = require_legible(tuning.to_svg(width=width))
+        best = [row for row in tuning.frontier if row.fits]
+        told = [t.text for t in root.iter(f"{svg}text")]
+        labels = [t.text for t in root.iter(f"{svg}text") if "label" in t.get("class")]
+        assert sorted(", ".join(labels).split(", ")) == sorted(map(str, range(1, len(best) + 1))) or not best
+        assert all(str(row) in told for row in best)
+        line = next((e for e in root.iter(f"{svg}line") if e.get("class") == "limit"), None)
+        assert (line is None) == (limit > 1.5 * sizes[-1])
+        for circle in root.findall(f"{svg}circle"):
+            beyond = line is not None and float(circle.get("cx")) > float(line.get("x1")) + 0.5
+            assert beyond == ("over" in circle.get("class")), limit
+        assert ("over the limit" in told) == any(
+            "over" in c.get("class") for c in root.findall(f"{svg}circle")
+        )
+
+
+def test_an_axis_fits_the_rows(every):
+    rows = tuple(row._replace(seconds=1 + n / 1e2) for n, row in enumerate(every.rows))
+    root = require_legible(replace(every, rows=rows).to_svg())
+    places = [float(c.get("cy")) for c in root.findall("{http://www.w3.org/2000/svg}circle")]
+    assert max(places) - min(places) > 300
 
 
 def test_of_what_does_not_fit_the_table_shows_the_smallest(every):

@@ -162,7 +162,8 @@ def _simulate(options: Options) -> tuple[int, str]:
         figures = {name: getattr(timeline, name) for name in _FIGURES}
         return 0, json.dumps(figures | ({"memory": memory} if memory else {}), default=float) + "\n"
     held = f"memory of each rank: {' '.join(f'{float(size):g}' for size in memory)}\n" if memory else ""
-    unit = "measured, in seconds" if timeline.measured else f"by costs per {per}"
+    made = "measured" if timeline.measured else "predicted"
+    unit = f"{made}, in seconds" if timeline.seconds else f"by costs per {per}"
     return 0, f"{timeline}\n{held}times: {unit}\n"
 
 

@@ -69,6 +69,7 @@ class Costs:
         reduce_tied: time of REDUCE_TIED, which runs beside compute.
         reduce_grad: time of REDUCE_GRAD, which runs beside compute.
         step: time of STEP.
+        seconds: whether times are seconds, so that texts and pictures say so; by default they have no unit.
         slices: costs of each slice of a sequence, for schedules with as many slices; by default all slices
             have the numbers beside. The numbers beside are then costs of whole sequences, for schedules
             without slices, and costs of stages.
@@ -104,12 +105,15 @@ class Costs:
     reduce_tied: PerStage = 0
     reduce_grad: PerStage = 0
     step: PerStage = 0
+    seconds: bool = False
     slices: Sequence["Costs"] = ()
 
     def __post_init__(self) -> None:
         for name, value in self.numbers.items():
             for number in _values(value):
                 _require(name, number)
+        if not isinstance(self.seconds, bool):
+            raise ValueError(f"seconds is {reprlib.repr(self.seconds)}, expected True or False")
         require_type("slices", self.slices, Sequence, "costs of each slice")
         for n, costs in enumerate(self.slices):
             require_type(f"slices[{n}]", costs, Costs, "Costs(forward=..., ...)")
@@ -120,8 +124,8 @@ class Costs:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """Return all values but ``slices``, by name."""
-        return {name: value for name, value in vars(self).items() if name != "slices"}
+        """Return the values that are numbers, of all stages or per stage, by name."""
+        return {name: value for name, value in vars(self).items() if name not in ("seconds", "slices")}
 
     @property
     def per_stage(self) -> dict[str, Any]:
@@ -146,6 +150,7 @@ class Costs:
         if not any(isinstance(value, Sequence) for value in values.values()):
             rows.append(("others" if stages else "each", 1 + max(stages, default=0)))
         mine = table(["stage", *names], [[label, *(self.of(name, s) for name in names)] for label, s in rows])
+        mine += "\ntimes in seconds" * self.seconds
         return "\n\n".join([mine, *(f"slice {n}\n{costs}" for n, costs in enumerate(self.slices))])
 
     _repr_pretty_ = show_table
@@ -193,10 +198,8 @@ class Costs:
             )
         self.fitting(1 + max(stages, default=-1))
         unequal = [name for name, value in self.numbers.items() if _stages(value)]
-        of_slices = tuple(costs.of_stages(stages) for costs in self.slices)
-        return replace(
-            self, slices=of_slices, **{name: tuple(self.of(name, s) for s in stages) for name in unequal}
-        )
+        values: dict[str, Any] = {name: tuple(self.of(name, s) for s in stages) for name in unequal}
+        return replace(self, slices=tuple(costs.of_stages(stages) for costs in self.slices), **values)
 
     def per_rank(self, schedule: Schedule) -> Self:
         """Divide the costs of one rank's share of the model among the stages of ``schedule``.
@@ -274,7 +277,9 @@ class Costs:
         return json.dumps(self._plain())
 
     def _plain(self) -> dict[str, Any]:
-        values = {name: plain(value) for name, value in self._changed().items() if name != "slices"}
+        changed = self._changed()
+        values = {name: plain(changed[name]) for name in self.numbers if name in changed}
+        values |= {"seconds": True} if self.seconds else {}
         return values | ({"slices": [costs._plain() for costs in self.slices]} if self.slices else {})
 
     @classmethod

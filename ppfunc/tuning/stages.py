@@ -209,7 +209,7 @@ def _least(*runs: Costs) -> Costs:
         for kind in _TIMED
         if isinstance(vars(runs[0])[kind], tuple)  # an update belongs to no slice
     }
-    return Costs(**times, slices=tuple(map(_least, *(run.slices for run in runs))))
+    return Costs(**times, seconds=True, slices=tuple(map(_least, *(run.slices for run in runs))))
 
 
 def _both(whole: Costs, halves: Costs) -> Costs:
@@ -230,7 +230,7 @@ def _tuple(value: Any) -> tuple[float, ...]:
 
 def _sum(times: Costs, sent: Costs) -> Costs:
     """Add the seconds of collectives to the times of programs."""
-    sums = {k: tuple(map(add, vars(times)[k], vars(sent)[k])) for k in _PROGRAMS}
+    sums: dict[str, Any] = {k: tuple(map(add, vars(times)[k], vars(sent)[k])) for k in _PROGRAMS}
     return replace(times, slices=tuple(map(_sum, times.slices, sent.slices)), **sums)
 
 
@@ -275,7 +275,7 @@ def times_of(
         [p, p, p, state.optimizer[stage], state.optimizer[stage]] for stage, p in sorted(state.params.items())
     )
     step = tuple(sum(local(leaf).nbytes for leaf in tree_leaves(tree)) / speeds[1] for tree in moved)
-    return lowered.costs(Costs(f, i, w, b, step=step))
+    return lowered.costs(Costs(f, i, w, b, step=step, seconds=True))
 
 
 def concurrency_of(model: torch.nn.Module | Split, cores: float | None, speeds: Speeds) -> float:

@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ppfunc import _logs
 from ppfunc._checks import (
+    duration,
     naming_arguments,
     require_counts,
     require_number,
@@ -50,7 +51,7 @@ from ppfunc.schedule import (
     spread,
     with_parts,
 )
-from ppfunc.schedule.formats.svg import Point, amount, draw, short
+from ppfunc.schedule.formats.svg import Axis, Point, amount, draw
 from ppfunc.schedule.planner.overview import bound_of_order
 from ppfunc.splitter import Split
 from ppfunc.splitter.splitting import checked_module
@@ -197,7 +198,7 @@ def choices_of(
                 yield Choice(*grid, size, remat, each, k, *names)
 
 
-_OVER = 3  # rows of a table that do not fit
+_OVER, _SHOWN = 3, 1.5  # rows of a table that do not fit, times the limit up to which rows are drawn
 
 
 class Row(NamedTuple):
@@ -246,7 +247,7 @@ def binding(
         return f"rank {rank} computes {1 - idle / timeline.makespan:.0%}"
     rank = max(memory, key=lambda rank: memory[rank].peak)
     kind, size = max(memory[rank].held._asdict().items(), key=lambda item: item[1])
-    return f"needs {memory[rank].peak} bytes on rank {rank}, {amount(size)}B of {kind}"
+    return f"needs {memory[rank].peak} bytes on rank {rank}, {amount(size, 'B')} of {kind}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -296,14 +297,14 @@ class Tuning:
 
     def __str__(self) -> str:
         rows = self.rows[: sum(r.fits for r in self.rows) + _OVER]
-        cells = [[r.seconds, r.bound, f"{amount(max(r.peaks))}B", str(r), r.binds] for r in rows]
+        cells = [[r.seconds, r.bound, amount(max(r.peaks), "B"), str(r), r.binds] for r in rows]
         more = f"{len(self.rows) - len(rows)} more do not fit; " if len(rows) < len(self.rows) else ""
         end = "" if self.complete else "; interrupted"
         text = table(["seconds", "bound", "peak", "configuration", "what binds"], cells)
         refused = f", {len(self.refused)} refused" if self.refused else ""
         if not self.rows:
             refused += "".join(f"\n{name}: {why}" for name, why in self.refused.items())
-        none = "" if not rows or rows[0].fits else f"nothing fits in {amount(self.memory)}B a rank; "
+        none = "" if not rows or rows[0].fits else f"nothing fits in {amount(self.memory, 'B')} a rank; "
         return f"{text}\n{none}{more}{self.waiting} candidates were left{refused}{end}"
 
     _repr_pretty_ = show_table
@@ -323,17 +324,38 @@ class Tuning:
         return json.dumps(vars(self) | {"rows": rows, "memory": limit}, default=str)
 
     def to_svg(self, *, width: float | None = None) -> str:
-        """Draw the rows as an SVG file, seconds over bytes; rows of the frontier have their names.
+        """Draw the rows as an SVG file, time over memory; rows of the frontier that fit are listed below.
+
+        Rows that need much more than the limit are left out, if others fit.
 
         Args:
             width: width in pixels, from 720 to 100000; by default 900.
         """
+        best = [row for row in self.frontier if row.fits]
+        edge = _SHOWN * self.memory if best else inf
+        rows = [row for row in self.rows if max(row.peaks) <= edge]
+        words = {id(r): (duration(r.seconds), amount(max(r.peaks), "B"), str(r)) for r in rows}
+        key = [(str(n), *words[id(row)]) for n, row in enumerate(best, 1)]
+        labels = {id(row): label for row, (label, *_) in zip(best, key, strict=True)}
         points = [
-            Point(max(r.peaks), r.seconds, "point" + " over" * (not r.fits), str(r) * (r in self.frontier))
-            for r in self.rows
-        ]
-        across = "peak of the fullest rank; pale: over the limit", lambda size: f"{amount(size)}B"
-        return draw(points, "Configurations on paper", str(self), width, across, ("seconds of a step", short))
+            Point(
+                max(r.peaks), r.seconds, "point" if r.fits else "point over", labels.get(id(r), ""),
+                ", ".join(words[id(r)]),
+            )
+            for r in rows
+        ]  # fmt: skip
+        bounded = self.memory <= _SHOWN * max((point.x for point in points), default=0)
+        limit = [(self.memory, f"limit {amount(self.memory, 'B')}")] if self.memory < inf else []
+        told = f", under the {limit[0][1]}" if limit and not bounded else ""
+        more = f"; {len(self.rows) - len(rows)} more are over the limit" if len(rows) < len(self.rows) else ""
+        longest = max((point.y for point in points), default=0)
+        return draw(
+            points, "Configurations on paper", str(self), width,
+            Axis(f"peak memory of the fullest rank{told}{more}", lambda size: amount(size, "B")),
+            Axis("time of a step", partial(duration, most=longest)),
+            {"point": "fits", "over": "over the limit"}, limit=limit if bounded else [],
+            key=[("", "step", "peak", "configuration"), *key] if key else (),
+        )  # fmt: skip
 
     _repr_svg_ = to_svg
 

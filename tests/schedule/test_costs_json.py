@@ -14,7 +14,7 @@ from ppfunc.schedule.costs import OF_A_SLICE
 
 NUMBERS = st.integers(0, 10**9) | st.floats(0, 1e9) | st.fractions(0, 1000)
 SHARES = st.floats(0, 1) | st.fractions(0, 1)
-NAMES = [field.name for field in fields(Costs) if field.name != "slices"]
+NAMES = [field.name for field in fields(Costs) if field.name not in ("seconds", "slices")]
 
 
 def values(name: str) -> st.SearchStrategy:
@@ -46,6 +46,9 @@ def test_lists_come_back_as_tuples_and_defaults_stay_out():
         forward=(1, 2.5, Fraction(1, 3))
     )
     assert Costs().to_json() == "{}" and Costs.from_json("{}") == Costs()
+    assert Costs.from_json(Costs(2, seconds=True).to_json()) == Costs(2, seconds=True) != Costs(2)
+    with pytest.raises(ValueError, match="seconds is 1, expected True or False"):
+        Costs.from_json('{"seconds": 1}')
     assert Costs(forward=[True + 1, 2]).to_json() == '{"forward": [2, 2]}'
 
 

@@ -43,6 +43,7 @@ from ppfunc.schedule.instruction import COMPUTE, Op, parts_of
 from ppfunc.schedule.proof.certificate import check
 from ppfunc.schedule.proof.timeline import simulate, timeline_of
 from tests.graphs import DEALT
+from tests.pictures import require_legible
 
 SVG = "{http://www.w3.org/2000/svg}"
 SCHEDULES = [build(4, 8) for build in BUILDERS.values()]
@@ -127,19 +128,20 @@ def test_svg_without_a_timeline_says_what_its_units_are():
 def test_svg_shows_measured_times_and_any_name():
     schedule = replace(gpipe(1, 2), name='<b> & "c"\x00\x1b')
     times = [[0.0, 0.011, 0.03, 0.05]], [[0.01, 0.02, 0.05, 0.08]]
-    for measured, told, unit in (
-        (True, "measured, seconds", "seconds"),
-        (False, "simulated, units of its costs", "time"),
+    for measured, costs, told, tick in (
+        (True, None, "measured, seconds", "20 ms"),
+        (False, Costs(seconds=True), "predicted, seconds", "20 ms"),
+        (False, None, "simulated, units of its costs", "0.02"),
     ):
-        timeline = timeline_of(schedule, *times, measured=measured)
+        timeline = timeline_of(schedule, *times, costs, measured=measured)
         root = ElementTree.fromstring(to_svg(timeline))
         assert len(bars(root)) == 4
         texts = [t.text for t in root.iter(f"{SVG}text")]
         assert root.find(f"{SVG}title").text == texts[0] == f'<b> & "c"??: {told}'
-        assert unit in texts
+        assert tick in texts and "time" in texts
         assert from_trace(to_trace(timeline)) == timeline
         first = next(e for e in json.loads(to_trace(timeline))["traceEvents"] if e["ph"] == "X")
-        assert first["dur"] == 0.01 * (1e6 if measured else 1000)
+        assert first["dur"] == 0.01 * (1e6 if "seconds" in told else 1000)
 
 
 def test_svg_says_in_words_what_it_shows():
@@ -153,22 +155,24 @@ def test_svg_says_in_words_what_it_shows():
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b(16, 64), dualpipev(8, 20), interleaved_1f1b(4, 8, 4)])
-def test_svg_fits_a_screen_and_numbers_all_bars_of_a_kind_or_none(schedule):
+def test_svg_fits_a_screen_and_numbers_all_bars_of_a_colour_or_none(schedule):
     costs = Costs(forward=[1.5 - s / schedule.stages for s in range(schedule.stages)])
     for timeline in (simulate(schedule), simulate(schedule, costs)):
         root = ElementTree.fromstring(to_svg(timeline))
         assert float(root.get("width")) <= 1600
         numbers = Counter(t.text for t in root.iter(f"{SVG}text") if t.get("class").split()[0] == "n")
-        kinds: dict[Op, Counter] = {}
+        kinds: dict[tuple[Op, int], Counter] = {}
         for rank in range(schedule.ranks):
+            order = list(schedule.stages_of(rank))
             for i in schedule.instructions(rank):
-                kinds.setdefault(i.op, Counter()).update(str(part.microbatch) for part in parts_of(i))
+                numbers_of = (str(part.microbatch) for part in parts_of(i))
+                kinds.setdefault((i.op, order.index(i.stage)), Counter()).update(numbers_of)
         for n in range(2 ** len(kinds)):
             some = [kind for k, kind in enumerate(kinds.values()) if n >> k & 1]
             if sum(some, Counter()) == numbers:
                 break
         else:
-            raise AssertionError(f"numbers on some bars of a kind: {numbers}")
+            raise AssertionError(f"numbers on some bars of a colour: {numbers}")
         assert not (schedule.ranks == 16 and numbers), "bars of 6 pixels have no room for two digits"
 
 
@@ -533,12 +537,13 @@ def test_rules_of_a_picture_reach_no_other():
 
 
 @pytest.mark.parametrize(
-    ("size", "told"), [(1, "4"), (2500, "10 k"), (123456789, "494 M"), (1e15, "4e+03 T"), (0.125, "0.5")]
+    ("size", "told"),
+    [(1, ""), (2500, " (10 k)"), (123456789, " (494 M)"), (1e15, " (4e+03 T)"), (0.125, " (0.5)")],
 )
 def test_memory_in_bytes_has_room(size, told):
     root = ElementTree.fromstring(to_svg(simulate(gpipe(2, 4), Costs(activation=size))))
     texts = [t.text for t in root.iter(f"{SVG}text")]
-    assert told in texts and any(t.endswith(f"peak activations {told}") for t in texts)
+    assert "4" in texts and any(t.endswith(f"peak activations 4{told}") for t in texts)
 
 
 def test_svg_shows_collectives_and_optimizer_steps_that_take_time():
@@ -559,6 +564,67 @@ def test_edges_of_microbatches_are_drawn_on_request():
     plain, drawn = to_svg(DEALT), to_svg(DEALT, edges=[1])
     assert "edge" not in plain
     # Microbatch 1 goes through a copy of the encoder and two stages, and back.
-    assert drawn.count('<line class="edge"') == 4
+    assert drawn.count('<line class="edge"') == 4 + 1 and ">values of microbatch 1<" in drawn  # in the legend
     with pytest.raises(ValueError, match="edges"):
         to_svg(DEALT, edges=[4])
+
+
+LONG = replace(one_f_one_b(2, 4), name="a name that is longer than any page is wide, and says it " * 9)
+SLICED = Costs(activation=1234567.8, slices=[Costs(forward=3), Costs(forward=2), Costs(forward=1)])
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        *SCHEDULES,
+        LONG,
+        gpipe(1, 1),
+        one_f_one_b(64, 256),
+        simulate(LONG, Costs(seconds=True)),
+        simulate(schedules.seq1f1b(4, 128, 3), SLICED),
+        simulate(one_f_one_b(2, 4), Costs(forward=[1, 1000], backward=[1e-3, 1], seconds=True)),
+        simulate(schedules.with_parts(one_f_one_b(4, 8)), Costs(seconds=True, forward=1e-6)),
+        simulate(reduce_early(append_tail(insert_unshards(dualpipev(4, 12)))), Costs(unshard=1, step=1)),
+        append_tail(gpipe(2, 2)),
+    ],
+    ids=lambda shown: repr(shown)[:50],
+)
+def test_pictures_are_legible(shown):
+    for width in (None, 960, 3000):
+        require_legible(to_svg(shown, width=width))
+    require_legible(to_svg(shown, edges=[0]))
+
+
+@pytest.mark.parametrize("seconds", [3e-7, 4.2e-5, 0.999, 0.0271949, 61.0, 123456.0])
+def test_every_time_of_a_picture_has_its_unit(seconds):
+    timeline = simulate(gpipe(2, 2), Costs(*[seconds] * 3, seconds=True))
+    root = require_legible(to_svg(timeline))
+    told = [t.text for t in root.iter(f"{SVG}text")] + [bar.find(f"{SVG}title").text for bar in bars(root)]
+    ticks = {t.get("y"): t.text for t in root.iter(f"{SVG}text") if t.get("class") == "soft mid"}
+    unit = next(iter(ticks.values())).split()[-1]
+    assert unit in ("s", "ms", "µs") and all(t.endswith(unit) for t in ticks.values())
+    assert f"makespan {timeline.time(timeline.makespan)}" in told[1] and told[1].count(f" {unit} ") == 1
+    assert all(bar.find(f"{SVG}title").text.count(f" {unit}") == 2 for bar in bars(root))
+    assert all(f" {unit}" in line for line in str(timeline).splitlines()[:1] + str(timeline).splitlines()[2:])
+
+
+def test_peaks_are_in_shares_of_a_rank():
+    for build in (one_f_one_b, interleaved_1f1b, zbv, dualpipe):
+        timeline = simulate(build(4, 8))
+        (row,) = schedules.compare_schedules(4, 8, [build(4, 8)]).rows
+        assert max(timeline.peaks) == row.peak_activations
+    told = to_svg(interleaved_1f1b(4, 8))
+    assert "peak activations 5.5<" in told and ">5.5</text>" in told
+    assert "5.5" in str(simulate(interleaved_1f1b(4, 8))) and "their size" not in str(timeline)
+    assert "their size" in str(simulate(gpipe(2, 2), Costs(activation=8)))
+
+
+def test_a_stage_of_one_place_has_one_colour_on_every_rank():
+    """The parts of a head are the second stage of each rank, whatever else the last one holds."""
+    root = ElementTree.fromstring(to_svg(schedules.with_parts(one_f_one_b(4, 8))))
+    strengths = {
+        bar.get("fill-opacity")
+        for bar in bars(root)
+        if bar.find(f"{SVG}title").text[:2] in ("4F", "5F", "7F")
+    }
+    assert len(strengths) == 1

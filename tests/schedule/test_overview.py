@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -23,10 +24,12 @@ from ppfunc.schedule import (
     simulate,
     to_csv,
     to_scatter,
+    to_svg,
     zb_h1,
     zbv,
 )
 from ppfunc.schedule.instruction import SENDS
+from tests.pictures import require_legible, texts
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -196,26 +199,20 @@ def test_a_comparison_that_makes_no_sense_is_refused(options, message):
 
 def test_the_picture_has_a_point_and_a_name_for_each():
     overview = compare_schedules(8, 32, cap=8)
-    root = ElementTree.fromstring(to_scatter(overview))
+    root = require_legible(to_scatter(overview))
     words = " ".join(text.text for text in root.iter(f"{SVG}text"))
     for row in overview.rows:
         assert row.name in words
     assert "data_parallel (8 x parameters)" in words and "over the cap of 8" in words
-    points = {(c.get("cx"), c.get("cy")): c.get("class") for c in root.iter(f"{SVG}circle")}
+    points = {(c.get("cx"), c.get("cy")): c.get("class") for c in root.findall(f"{SVG}circle")}
     assert len(points) == len({(row.timeline.bubble, row.peak_activations) for row in overview.rows})
     assert sorted(set(points.values())) == ["point", "point over", "twice", "twice over"]
-    labels = {
-        text.text: (float(text.get("x")), float(text.get("y")))
-        for text in root.iter(f"{SVG}text")
-        if text.get("class") == "label"
-    }
-    assert sum(len(label.split(", ")) for label in labels) == len(overview.rows)
-    boxes = [(x, y - 11, x + 6 * len(label), y) for label, (x, y) in labels.items()]
-    for n, (left, top, right, bottom) in enumerate(boxes):
-        assert not any(left < r and x < right and top < b and t < bottom for x, t, r, b in boxes[:n]), (
-            "labels cover each other"
-        )
-        assert left >= 0 and right <= float(root.get("width"))
+    boxes = [(told, *box) for kind, told, *box in texts(root) if "label" in kind]
+    labels = ", ".join(told.rstrip(",") for told, *_ in boxes)
+    assert sorted(labels.split(", ")) == sorted(
+        row.name + f" ({row.parameters:g} x parameters)" * (row.parameters > 1) for row in overview.rows
+    )
+    for _, left, top, right, bottom in boxes:
         assert not any(left < float(x) < right and top < float(y) < bottom for x, y in points), (
             "a label covers a point"
         )
@@ -237,3 +234,25 @@ def test_the_picture_takes_a_width_and_any_name():
     assert "<b>&?[31m" in " ".join(text.text for text in root.iter(f"{SVG}text"))
     with pytest.raises(ValueError, match="width is 10, expected a number of pixels from 720"):
         to_scatter(overview, width=10)
+
+
+@pytest.mark.parametrize(
+    "ranks, microbatches, cap", [(1, 8, None), (2, 4, 1), (4, 8, None), (4, 8, 3), (8, 16, 100)]
+)
+def test_pictures_of_comparisons_are_legible(ranks, microbatches, cap):
+    overview = compare_schedules(ranks, microbatches, cap=cap)
+    for width in (None, 720, 2000):
+        root = require_legible(to_scatter(overview, width=width))
+        over = any(map(overview.exceeds, overview.rows))
+        assert ("over the cap" in ElementTree.tostring(root, "unicode")) == over
+
+
+def test_no_distance_is_less_than_nothing():
+    for time in (0.1, 0.3, 0.7, 1e-3):
+        overview = compare_schedules(4, 8, costs=Costs(time, time, time, seconds=True))
+        assert "-0.0%" not in str(overview) and "-0.0%" not in to_scatter(overview)
+        told = "".join(to_svg(row.timeline) + str(row.timeline) for row in overview.rows)
+        assert "-0.0%" not in told and "-0%" not in told
+        assert all(
+            re.search(r"\d m?s ", line) for line in str(overview).splitlines()[1 : 1 + len(overview.rows)]
+        )

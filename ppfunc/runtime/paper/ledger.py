@@ -126,11 +126,6 @@ class Memory(NamedTuple):
     largest: tuple[Allocation, ...]
     moments: tuple[Moment, ...]
 
-    @property
-    def by_instruction(self) -> tuple[int, ...]:
-        """Return the most bytes in each instruction, as ``to_svg`` draws them below a timeline."""
-        return tuple(moment.most for moment in self.moments)
-
     def __repr__(self) -> str:
         return f"Memory(peak={self.peak}, at={self.at}, held={self.held}, most={self.most}, ...)"
 
@@ -161,10 +156,10 @@ class Memories(dict[int, Memory]):
             rows.append(
                 [
                     rank,
-                    f"{amount(memory.peak)}B",
+                    amount(memory.peak, "B"),
                     str(memory.at or "the end"),
-                    f"{kind} {amount(size)}B",
-                    " ".join(filter(None, (tensor.name, tensor.line, f"{amount(tensor.size)}B"))),
+                    f"{kind} {amount(size, 'B')}",
+                    " ".join(filter(None, (tensor.name, tensor.line, amount(tensor.size, "B")))),
                 ]
             )
         return table(["rank", "peak", "in", "most of it", "largest tensor"], rows)

@@ -8,7 +8,7 @@ that slices of a track never overlap. Beside the events stands the timeline itse
 metadata and which :func:`from_trace` reads::
 
     "ppfunc": {"schedule": {...}, "starts": [[...], ...], "ends": [[...], ...], "peak_activations": [...],
-               "measured": false, "origin": 0}
+               "measured": false, "origin": 0, "seconds": false, "share": 1}
 """
 
 import json
@@ -31,13 +31,16 @@ _KEY = "ppfunc"
 _TIME = simple(
     "a time: a finite number from 0", lambda value: type(value) in (int, float) and 0 <= value <= 1e100
 )
+_TRUTH = simple("true or false", lambda value: isinstance(value, bool))
 _FORM = {
     "schedule": read_schedule_at,
     "starts": [[_TIME]],
     "ends": [[_TIME]],
     "peak_activations": [_TIME],
-    "measured": simple("true or false", lambda value: isinstance(value, bool)),
+    "measured": _TRUTH,
     "origin": simple("nanoseconds from 1970", lambda value: type(value) is int and value >= 0),
+    "seconds": _TRUTH,
+    "share": _TIME,
 }
 _TRACKS: dict[Unit | None, str] = {
     Unit.RANK: "",
@@ -53,7 +56,7 @@ _BESIDE = [op for op, kind in KINDS.items() if kind.unit in _TRACKS and op not i
 def to_trace(schedule: Schedule | Timeline, *, profiles: Iterable[str | Mapping[str, Any]] = ()) -> str:
     """Return the trace of a schedule in time as JSON text.
 
-    One unit of a simulated timeline is a millisecond there; measured times are seconds, and stay so.
+    Seconds stay seconds there; of times without a unit, 1 is a millisecond.
 
     Args:
         schedule: schedule, which is simulated with the default costs; or a timeline of a schedule, simulated
@@ -72,7 +75,7 @@ def to_trace(schedule: Schedule | Timeline, *, profiles: Iterable[str | Mapping[
     # Viewers drop what begins before 0.
     begin = max(0, *(ceil(-event["ts"]) for event in beside if "ts" in event)) if beside else 0
     beside = [event | {"ts": event["ts"] + begin} if "ts" in event else event for event in beside]
-    microseconds = 1e6 if timeline.measured else 1000.0
+    microseconds = 1e6 if timeline.seconds else 1000.0
     rows = [
         [_Slice.of(rank, bar, microseconds, begin) for bar in row]
         for rank, row in enumerate(bars_of(timeline))
@@ -126,7 +129,7 @@ def from_trace(trace: str | dict[str, Any]) -> Timeline:
         )
     except ValueError as error:
         raise FormatError(f"$.{_KEY}: {error}") from None
-    return replace(timeline, peak_activations=peaks)
+    return replace(timeline, peak_activations=peaks, seconds=data["seconds"], share=data["share"])
 
 
 def _on_axis(timeline: Timeline, number: int, profile: str | Mapping[str, Any]) -> Iterator[_TraceEvent]:
@@ -155,11 +158,11 @@ def _data(timeline: Timeline) -> str:
         return [value if isinstance(value, int) else float(value) for value in values]
 
     starts, ends = (json.dumps([numbers(row) for row in rows]) for rows in (timeline.starts, timeline.ends))
-    peaks = json.dumps(numbers(timeline.peak_activations))
-    measured = f'"measured": {json.dumps(timeline.measured)}, "origin": {timeline.origin}'
+    peaks, (share,) = (numbers(row) for row in (timeline.peak_activations, [timeline.share]))
+    rest = {name: getattr(timeline, name) for name in ("measured", "origin", "seconds")} | {"share": share}
     return (
         f'{{"schedule": {to_json(timeline.schedule).strip()},\n"starts": {starts},\n"ends":'
-        f' {ends},\n"peak_activations": {peaks},\n{measured}}}'
+        f' {ends},\n"peak_activations": {json.dumps(peaks)},\n{json.dumps(rest)[1:]}'
     )
 
 

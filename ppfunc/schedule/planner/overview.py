@@ -9,13 +9,21 @@ from dataclasses import dataclass, replace
 from operator import add
 from typing import Any, NamedTuple
 
-from ppfunc._checks import naming_arguments, require_counts, require_number, require_type, show_table
+from ppfunc._checks import (
+    duration,
+    naming_arguments,
+    percent,
+    require_counts,
+    require_number,
+    require_type,
+    show_table,
+)
 
 from ..builders import BUILDERS, find_builder
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
 from ..dataflow import Dataflow, links
-from ..formats.svg import Point, clipped, draw, number, short
+from ..formats.svg import Axis, Point, clipped, draw, number, short
 from ..instruction import RESIDUAL_OPS, Op
 from ..proof.certificate import check
 from ..proof.timeline import Timeline, simulate
@@ -55,13 +63,9 @@ class ScheduleFigures(NamedTuple):
         Returns:
             The share; None without a bound.
         """
-        return (
-            None
-            if self.bound is None
-            else float(self.timeline.makespan / self.bound - 1)
-            if self.bound
-            else 0.0
-        )
+        if self.bound is None:
+            return None
+        return float(self.timeline.makespan / self.bound - 1) if self.bound else 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,11 +127,11 @@ class Overview:
     @staticmethod
     def _cells(row: ScheduleFigures) -> tuple[str, ...]:
         time = row.timeline
-        shares = (f"{float(share):.1%}" for share in (time.bubble, time.span_bubble))
-        gap = "-" if row.gap is None else f"{row.gap:.1%}"
+        shares = map(percent, (time.bubble, time.span_bubble))
+        gap = "-" if row.gap is None else percent(row.gap)
         return (
             row.name,
-            f"{float(time.makespan):.6g}",
+            duration(time.makespan) if time.seconds else f"{float(time.makespan):.6g}",
             *shares,
             f"{row.peak_activations:.4g}",
             str(row.messages),
@@ -217,22 +221,25 @@ def to_scatter(overview: Overview, *, width: float | None = None) -> str:
         ValueError: a width out of range.
     """
     require_type("overview", overview, Overview, "what compare_schedules returns")
-    pale = "" if overview.cap is None else f"; pale: over the cap of {short(overview.cap)}"
-    size = f"{overview.ranks} ranks, {overview.microbatches} microbatches"
+    cap = "" if overview.cap is None else short(overview.cap)
+    counts = (overview.ranks, "rank", "s"), (overview.microbatches, "microbatch", "es")
+    size = ", ".join(f"{n} {word}{plural * (n != 1)}" for n, word, plural in counts)
     points = [
         Point(
             float(row.timeline.bubble),
             row.peak_activations,
             ("twice" if row.parameters > 1 else "point") + (" over" if overview.exceeds(row) else ""),
-            clipped(row.name) + (f" ({number(row.parameters)} x parameters)" if row.parameters > 1 else ""),
+            label := clipped(row.name) + f" ({number(row.parameters)} x parameters)" * (row.parameters > 1),
+            f"{label}: bubble {percent(row.timeline.bubble)}, peak activations"
+            f" {number(row.peak_activations)}",
         )
         for row in overview.rows
     ]
-    rows = "; ".join(f"{p.label}: bubble {p.x:.1%}, peak activations {number(p.y)}" for p in points)
     return draw(
-        points, f"Schedules for {size}: simulated", f"{rows}.", width,
-        ("bubble: share of the makespan in which ranks wait", lambda x: f"{short(100 * x)}%"),
-        (f"peak activations, in those of one microbatch in one rank's share of the model{pale}", short),
+        points, f"Schedules for {size}: simulated", f"{'; '.join(point.tip for point in points)}.", width,
+        Axis("bubble: share of the makespan in which ranks wait", lambda x: f"{short(100 * x)}%", True),
+        Axis("peak activations, in those of one microbatch in one rank's share of the model", short, True),
+        {"twice": "holds parameters more than once", "over": f"over the cap of {cap}"},
     )  # fmt: skip
 
 
@@ -284,8 +291,6 @@ def _figures(schedule: Schedule, name: str, costs: Costs, cap: Number | None) ->
     ]
     memory = max(map(add, timeline.peak_activations, held))
     model = {schedule.model_stages[s]: s for s in range(schedule.stages)}
-    parts = [costs.of_slice(n) for n in range(schedule.slices)] or [costs]
-    activation = sum(of.of("activation", s) for of in parts for s in model.values()) / schedule.ranks
     size = {stage: costs.of("parameters", s) for stage, s in model.items()}
     size = size if any(size.values()) else dict.fromkeys(size, 1)
     parameters = max(
@@ -294,7 +299,7 @@ def _figures(schedule: Schedule, name: str, costs: Costs, cap: Number | None) ->
     return ScheduleFigures(
         name=name,
         timeline=timeline,
-        peak_activations=float(max(timeline.peak_activations) / activation) if activation else 0.0,
+        peak_activations=max(timeline.peaks),
         messages=_messages(schedule),
         parameters=float(parameters * schedule.ranks / sum(size.values())),
         memory=memory,

@@ -12,7 +12,7 @@ from math import inf
 from operator import add, itemgetter, sub
 from typing import Any, NamedTuple
 
-from ppfunc._checks import naming_arguments, require_type, show_table, table
+from ppfunc._checks import duration, naming_arguments, percent, require_type, show_table, table
 
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
@@ -339,8 +339,11 @@ class Timeline:
         ends: end of every instruction, per rank. A message lasts from the end of its producer
             until it is there, at both ends, an OFFLOAD until its copy ends, for which compute waits. Loads
             and RESHARD take no time.
-        measured: the times are seconds of a step that ran; else they are simulated, in the unit of the costs.
+        measured: whether the step ran; else its times are simulated, in the unit of the costs.
         origin: nanoseconds from 1970 to time 0 of a step that ran, by the clock of rank 0; else 0.
+        seconds: whether the times are seconds.
+        share: size of the activations of one microbatch in a rank's share of the model, in the unit of the
+            costs.
     """
 
     schedule: Schedule
@@ -354,6 +357,23 @@ class Timeline:
     ends: tuple[tuple[Time, ...], ...]
     measured: bool = False
     origin: int = 0
+    seconds: bool = False
+    share: Number = 1
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """Return the peak of each rank, in activations of one microbatch in one rank's share of the model."""
+        return tuple(float(peak / (self.share or 1)) for peak in self.peak_activations)
+
+    @property
+    def sized(self) -> bool:
+        """Tell whether the costs have sizes of activations, other than 1 each on average."""
+        count = len(set(self.schedule.model_stages)) * self.schedule.per_sequence
+        return self.share != count / self.schedule.ranks
+
+    def time(self, time: Time) -> str:
+        """Write a time: with the unit that fits the makespan, or without any where the costs have no unit."""
+        return duration(time, self.makespan) if self.seconds else f"{float(time):.6g}"
 
     def __repr__(self) -> str:
         return (
@@ -363,15 +383,16 @@ class Timeline:
 
     def __str__(self) -> str:
         """Write the figures of the whole, and a line per rank."""
-        whole = f"makespan {float(self.makespan):.4g}, bubble {float(self.bubble):.1%}"
-        whole += f"; span {float(self.span):.4g}, bubble of the span {float(self.span_bubble):.1%}"
-        rows = (
-            (r, self.makespan - idle, idle, peak)
-            for r, (idle, peak) in enumerate(zip(self.idle, self.peak_activations, strict=True))
-        )
-        return (
-            f"{self.schedule.name}: {whole}\n{table(['rank', 'computes', 'idle', 'peak activations'], rows)}"
-        )
+        whole = f"makespan {self.time(self.makespan)}, bubble {percent(self.bubble)}"
+        whole += f"; span {self.time(self.span)}, bubble of the span {percent(self.span_bubble)}"
+        head = ["rank", "computes", "idle", "peak activations", *["their size"] * self.sized]
+        rows = [
+            [r, self.time(self.makespan - idle), self.time(idle), peak, *[size] * self.sized]
+            for r, (idle, peak, size) in enumerate(
+                zip(self.idle, self.peaks, self.peak_activations, strict=True)
+            )
+        ]
+        return f"{self.schedule.name}: {whole}\n{table(head, rows)}"
 
     _repr_pretty_ = show_table
 
@@ -424,7 +445,16 @@ class Timeline:
         seen -= MOVES if self.measured else set()
         rest = {op.lower(): of(op) for op in seen if not KINDS[op].cost}
         whole_apart = None if list(backward) == together else backward
-        return Costs(of(Op.F), inputs, weights, whole_apart, overlapped, communication=sent, **rest)
+        return Costs(
+            of(Op.F),
+            inputs,
+            weights,
+            whole_apart,
+            overlapped,
+            communication=sent,
+            seconds=self.seconds,
+            **rest,
+        )
 
 
 @naming_arguments
@@ -474,7 +504,7 @@ def timeline_of(
         schedule: the one that ran, or would run.
         starts: when each instruction starts.
         ends: when it ends.
-        costs: sizes of activations; by default 1 each.
+        costs: sizes of activations, by default 1 each, and whether times are seconds.
         measured: the times are seconds of a step that ran.
         origin: nanoseconds from 1970 to time 0.
 
@@ -507,6 +537,8 @@ def timeline_of(
         busy.append(sum(map(sub, stops, begins)))
         spans.append(last - min(begins, default=0))
     span = max(spans)
+    model = dict(zip(schedule.model_stages, range(schedule.stages), strict=True)).values()
+    parts = [costs.of_slice(n) for n in range(schedule.slices)] or [costs]
     return Timeline(
         schedule=schedule,
         makespan=makespan,
@@ -519,6 +551,8 @@ def timeline_of(
         ends=tuple(map(tuple, ends)),
         measured=measured,
         origin=origin,
+        seconds=measured or costs.seconds,
+        share=sum(of.of("activation", s) for of in parts for s in model) / schedule.ranks,
     )
 
 
