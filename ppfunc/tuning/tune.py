@@ -615,7 +615,8 @@ def _fake_group(ranks: int) -> Iterator[None]:
 
 def first_of(costs: Costs, stages: int) -> Costs:
     """Return the costs of the first stages of a model."""
-    return replace(costs, **{name: [costs.of(name, s) for s in range(stages)] for name in costs.per_stage})
+    first: dict[str, Any] = {n: [costs.of(n, s) for s in range(stages)] for n in costs.per_stage}
+    return replace(costs, **first)
 
 
 def least_bytes(choice: Choice, timeline: Timeline, costs: Costs) -> float:
