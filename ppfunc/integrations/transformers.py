@@ -11,8 +11,10 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ppfunc._checks import require_counts, shown
 from ppfunc.runtime import P2P, InProcess, Microbatches, StepResult, Transport
 from ppfunc.schedule import F, Schedule, find_builder, remove_tail, single_chain
+from ppfunc.schedule.errors import require_schedule
 from ppfunc.splitter import Split, split
 from ppfunc.stage import Engine, Signature, graph
 from ppfunc.stage.abstract.captures import named_in
@@ -83,8 +85,10 @@ class _Losses(nn.Module):
             outputs = _tensors(self.model(**inputs))
             return tree_leaves(outputs)[0].new_zeros(()).float(), outputs
         compute: Any = type(trainer).compute_loss
+        if not self.with_outputs:  # as in training: a loss of the user may know of no outputs
+            return compute(trainer, self.model, inputs, num_items_in_batch=items), ()
         loss, outputs = compute(trainer, self.model, inputs, return_outputs=True, num_items_in_batch=items)
-        return loss, _tensors(outputs) if self.with_outputs else ()
+        return loss, _tensors(outputs)
 
 
 def _tensors(outputs: Any) -> Any:
@@ -130,6 +134,13 @@ class PipelineTrainer(transformers.Trainer):
         engine: Engine | None = None,
         **kwargs: Any,
     ) -> None:
+        if not (isinstance(schedule, str | Schedule) or callable(schedule)):
+            raise TypeError(
+                f"schedule: got {shown(schedule)}, expected a name such as '1f1b', a function (ranks,"
+                " microbatches) -> Schedule, or a Schedule"
+            )
+        if stages is not None:
+            require_counts(stages=stages)
         self._given = find_builder(schedule) if isinstance(schedule, str) else schedule
         self._stages, self._engine = stages, engine
         self._batches: list[tuple[dict[str, Any], float]] = []
@@ -189,15 +200,19 @@ class PipelineTrainer(transformers.Trainer):
     def _schedule(self, microbatches: int | None = None, ranks: int | None = None) -> Schedule:
         """Make the schedule of a step."""
         given, wanted = self._given, microbatches or self.args.gradient_accumulation_steps
+        meaning = "(processes are its ranks, gradient_accumulation_steps its microbatches)"
         try:
             built = given if isinstance(given, Schedule) else given(ranks or self._ranks, wanted)
-            schedule = remove_tail(built)
-            if schedule.forward_only or schedule.slices or schedule.microbatches != wanted:
-                raise ValueError(f"{schedule.name} does not train {wanted} microbatches of whole rows")
         except ValueError as error:
+            raise ValueError(f"schedule: {error} {meaning}") from error
+        require_schedule(built)
+        schedule = remove_tail(built)
+        if schedule.forward_only or schedule.slices or schedule.microbatches != wanted:
             raise ValueError(
-                f"schedule: {error} (processes are its ranks, gradient_accumulation_steps its microbatches)"
-            ) from error
+                f"schedule: {schedule.name} does not train {wanted} microbatches of whole rows: it has"
+                f" {schedule.microbatches}{' of slices' * bool(schedule.slices)}"
+                f"{', without backwards' * schedule.forward_only} {meaning}"
+            )
         return schedule
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:

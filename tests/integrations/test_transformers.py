@@ -179,10 +179,35 @@ def test_two_processes_train_save_and_resume(fresh, store_port, tmp_path, capsys
         ({}, {"schedule": "seq1f1b"}, "seq1f1b does not train 4 microbatches of whole rows"),
         ({}, {"schedule": "zbv", "stages": 3}, "stages: got 3 in 1 processes"),
         ({"gradient_accumulation_steps": 2}, {"schedule": "dualpipe"}, "gradient_accumulation_steps"),
-        ({}, {"schedule": pp.gpipe(2, 8)}, "gpipe does not train 4 microbatches"),
+        ({}, {"schedule": pp.gpipe(2, 8)}, "gpipe does not train 4 microbatches of whole rows: it has 8"),
+        ({}, {"schedule": lambda ranks, microbatches: None}, "schedule: got None"),
+        ({}, {"stages": 0}, "stages = 0, expected an integer of at least 1"),
+        ({}, {"stages": "4"}, "stages = '4', expected an integer"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(more, options, text, tmp_path):
     with pytest.raises(ValueError) as refused:
         PipelineTrainer(llama(), arguments(tmp_path, **more), **{"schedule": "1f1b", "stages": 4} | options)
     assert text in str(refused.value)
+
+
+def test_what_is_no_schedule_is_refused_by_name(tmp_path):
+    with pytest.raises(TypeError, match="schedule: got 4.*expected a name such as '1f1b'"):
+        PipelineTrainer(llama(), arguments(tmp_path), schedule=4)
+
+
+def test_training_asks_a_loss_of_the_user_for_no_outputs(tmp_path):
+    class Plain(transformers.Trainer):
+        def compute_loss(self, model, inputs, **others):
+            assert not others.get("return_outputs")
+            return model(**inputs).loss
+
+    class Pipelined(PipelineTrainer):
+        compute_loss = Plain.compute_loss
+
+    losses = []
+    for kind, options in ((Plain, {}), (Pipelined, {"stages": 2})):
+        torch.manual_seed(0)
+        given = arguments(tmp_path, max_steps=2, prediction_loss_only=True)
+        losses.append(kind(llama(), given, train_dataset=rows(llama), **options).train().training_loss)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
