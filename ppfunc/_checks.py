@@ -45,7 +45,8 @@ def require_counts(least: int = 1, /, **counts: object) -> None:
     for name, got in counts.items():
         if isinstance(got, bool) or not isinstance(got, int) or got < least:
             number = isinstance(got, float | int | str | None)
-            model = "" if number else "; models and stages go to pp.value_and_grad(stages, loss_fn, schedule)"
+            stages = callable(got) or isinstance(got, list | tuple)
+            model = "; models and stages go to pp.value_and_grad(stages, loss_fn, schedule)" if stages else ""
             raise ValueError(
                 f"{name} = {repr(got) if number else shown(got)}, expected an integer of at least {least}:"
                 f" pass {name}={least} or more{model}"
@@ -195,10 +196,17 @@ def _fits(value: Any, kind: Any) -> bool:
 def with_arguments(error: str, function: Callable[..., Any]) -> str:
     """Complete the text of Python's TypeError for wrong arguments: add the nearest name, and all names.
 
+    Names of arguments that have no place end in ``=``.
+
     >>> with_arguments("got an unexpected keyword argument 'target'", lambda params, inputs, targets: 0)
     "got an unexpected keyword argument 'target'; did you mean 'targets'?; it takes params, inputs, targets"
     """
-    names = [name for name in inspect.signature(function).parameters if name not in ("self", "_cls")]
+    parameters = inspect.signature(function).parameters.values()
+    names = {
+        each.name: f"{each.name}=" if each.kind is each.KEYWORD_ONLY else each.name
+        for each in parameters
+        if each.name not in ("self", "_cls")
+    }
     unknown = re.search(r"unexpected keyword argument '(\w+)'", error)
     twice = re.search(r"multiple values for argument '(\w+)'", error)
     near = (
@@ -209,7 +217,7 @@ def with_arguments(error: str, function: Callable[..., Any]) -> str:
         else ""
     )
     error = re.sub(r"\S+<locals>\.|\b_\w+\.(?!_)|\.__(new|init)__", "", error)  # what made it
-    return f"{error}{near}; it takes {', '.join(names)}"
+    return f"{error}{near}; it takes {', '.join(names.values()) or 'no arguments'}"
 
 
 def shown(thing: Any) -> str:

@@ -67,7 +67,7 @@ def _configure(rooms: str | None, flight: str | None) -> None:
         flight: path of the file for failures.
 
     Raises:
-        ValueError: a room with another name.
+        ValueError: a room with another name; a file that cannot be written.
     """
     whole = logging.getLogger("ppfunc")
     whole.addHandler(logging.NullHandler())
@@ -82,7 +82,11 @@ def _configure(rooms: str | None, flight: str | None) -> None:
         handlers = [(whole, logging.StreamHandler())]
     if flight:
         room("control").setLevel(logging.DEBUG)
-        handlers.append((room("control"), logging.FileHandler(flight)))
+        try:
+            handlers.append((room("control"), logging.FileHandler(flight)))
+        except OSError as error:
+            expected = f"expected the path of a file to write: {error.strerror}"
+            raise ValueError(f"PPFUNC_FLIGHT: got {flight!r}, {expected}") from None
     for logger, handler in handlers:
         handler.setFormatter(form)
         logger.addHandler(handler)

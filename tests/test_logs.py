@@ -85,7 +85,7 @@ def shown(tmp_path_factory):
         r"checkpoint: removed .*/step-0, since the last 2 stay",
         r"checkpoint: read .*/step-2",
         r"control: value_and_grad has failed: rank 1 failed at 1F0, .*not a number",
-        r"control: last instructions of rank 0, 1: .*1F0, where it was at 1F0",
+        r"control: last instructions of ranks 0, 1: .*1F0, where it was at 1F0",
     ],
 )
 def test_rooms_tell_what_was_done_with_the_rank(shown, record):
@@ -106,6 +106,11 @@ def test_a_room_that_does_not_exist_is_refused_by_name():
     told = output("import ppfunc as pp; pp.plan(2, 4)", PPFUNC_LOGS="lowering,+plannin")
     assert "ValueError: PPFUNC_LOGS: got 'plannin', expected 'lowering' or" in told
     assert "did you mean 'planning'?" in told
+
+
+def test_a_file_of_failures_that_cannot_be_written_is_refused_by_name(tmp_path):
+    told = output("import ppfunc as pp; pp.plan(2, 4)", PPFUNC_FLIGHT=str(tmp_path / "none" / "failures.log"))
+    assert "ValueError: PPFUNC_FLIGHT: got '/" in told and "file to write: No such file" in told
 
 
 def test_a_room_shows_what_it_is_asked_for_alone():

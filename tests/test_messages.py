@@ -270,7 +270,7 @@ MISTAKES = {
     "an argument of plan": (
         lambda: pp.plan(2, 4, pp.Costs(), memory=3),
         TypeError,
-        r"plan\(\) got .* 'memory'; .*it takes ranks, microbatches, costs, cap, ",
+        r"plan\(\) got .* 'memory'; .*it takes ranks, microbatches, costs, cap=, ",
     ),
     **{
         f"the name {name}": (lambda name=name: getattr(pp, name), AttributeError, message)

@@ -72,7 +72,7 @@ MISTAKES = {
     "measure": (lambda: pp.measure(SPLIT), "it takes stages, params, example, loss_fn, targets"),
     "a shape without x": (lambda: pp.eval_shape(dense, PARAMS[0]), "got 1 arguments of a stage, expected"),
     "init": (lambda: TRAINER.init(), "it takes params, state"),
-    "lower": (lambda: TRAINER.lower(), "it takes params, inputs, targets, state, extras"),
+    "lower": (lambda: TRAINER.lower(), "it takes params, inputs, targets, state=, extras="),
     "target": (lambda: STEP(PARAMS, INPUTS, target=TARGETS), "did you mean 'targets'?; it takes params"),
     "a typo": (lambda: STEP(PARAMS, INPUTS, tragets=TARGETS), "did you mean 'targets'?"),
     "update without params": (lambda: OPTIMIZER.update({}, {}), "; it takes grads, state, params"),
@@ -133,7 +133,13 @@ MISTAKES = {
     "a split that is saved": (lambda: pickle.dumps(SPLIT), "split the model in each process"),
     "a trainer that is pickled": (lambda: pickle.dumps(TRAINER), "make a trainer in each process"),
     "a trainer that is copied": (lambda: deepcopy(TRAINER), "save its state by ppfunc.checkpoint.save"),
-    "a paper without a mesh": (lambda: pp.OnPaper(), "missing.*'mesh'; it takes mesh, axes, shard"),
+    "a paper without a mesh": (lambda: pp.OnPaper(), "missing.*'mesh'; it takes mesh=, axes=, shard="),
+    "a number by its place": (lambda: pp.with_parts(SCHEDULE, 2), "it takes schedule, ranks=, lead="),
+    "an argument of a function of none": (lambda: pp.two_streams(dense), "was given; it takes no arguments"),
+    "axes of a topology": (lambda: pp.parallel.Topology(pipe=2), "Topology() got.*it takes axes, sizes"),
+    "one stage of an ensemble": (lambda: pp.ensemble(dense, squared), "a list of functions, one per stage"),
+    "a number before its batch": (lambda: pp.microbatch(8, INPUTS), "pass microbatches=1 or more$"),
+    "one profile": (lambda: pp.schedule.to_trace(SCHEDULE, profiles="{}"), "expected a list of profiles"),
     "a step that is copied": (lambda: deepcopy(STEP), "a step function cannot be copied.*in each process"),
     "a step that is saved": (lambda: torch.save(STEP, io.BytesIO()), "save the parameters by"),
     "an evaluator that is sent": (lambda: pickle.dumps(partial(EVALUATOR, PARAMS)), "in each process"),
@@ -149,7 +155,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_answered_by_what_to_write(mistake):
     call, told = MISTAKES[mistake]
-    pattern = ".*".join(map(re.escape, told.split(".*")))
+    pattern = ".*".join(map(re.escape, told.removesuffix("$").split(".*"))) + "$" * told.endswith("$")
     with pytest.raises((AttributeError, TypeError, ValueError, RuntimeError), match=pattern):
         call()
 

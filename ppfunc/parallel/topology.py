@@ -13,6 +13,7 @@ from itertools import product
 from ppfunc._checks import naming_arguments, require_counts, require_index, require_one_of
 
 
+@naming_arguments
 @dataclass(frozen=True)
 class Topology:
     """Ranks ``0..world_size-1`` on a grid with named axes, row-major: the last axis varies fastest.

@@ -475,7 +475,8 @@ def _log_failure(pipeline: Pipeline, failure: Failure, error: str) -> None:
             steps = order[max(0, end - _LAST) : end]
             text = " ".join("+".join(map(str, programs[rank][position])) for rank, position in steps)
             text += f", where it was at {failure.instruction}"
-        _control.debug("last instructions of rank %s: %s", ", ".join(map(str, pipeline.ranks)), text)
+        ranks = f"rank{'s' * (len(pipeline.ranks) > 1)} {', '.join(map(str, pipeline.ranks))}"
+        _control.debug("last instructions of %s: %s", ranks, text)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ import torch
 from einops import einsum, rearrange, reduce, repeat
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ppfunc._checks import naming_arguments
+from ppfunc._checks import naming_arguments, require_type
 
 from ._torch import TorchDispatchMode, jvp
 from .layout import Boundary, declaring, distributed, layout_of, local, whole
@@ -92,6 +92,8 @@ def ensemble(
     >>> loss(stages[1](torch.tensor([1.0, 10.0]), hidden), torch.tensor(1.0))
     tensor([ 2., 59.])
     """
+
+    require_type("stages", stages, Sequence, "a list of functions, one per stage")
 
     def stage(fn: Stage, first: bool) -> Stage:
         @wraps(fn)

@@ -787,7 +787,7 @@ def _require_options(model: Any, loss_fn: Any, optimizer: Any, options: dict[str
 
 
 _ITEMS = {
-    "grids": "tuples, or 'any'", "schedules": "names", "shard": "those of pp.P2P",
+    "grids": "tuples, or 'any'", "schedules": "names", "shard": "'none', 'optimizer' and 'params'",
     "microbatch": "numbers of rows", "remat": "those of pp.engines.graph", "slices": "numbers of slices",
     "parts": "names of modules, or None", "spread": "names of modules, or None",
 }  # fmt: skip

@@ -66,9 +66,12 @@ def to_trace(schedule: Schedule | Timeline, *, profiles: Iterable[str | Mapping[
 
     Raises:
         ScheduleError: ``schedule`` is no schedule.
+        TypeError: ``profiles`` is one profile.
         ValueError: profiles, and times of which it is not known when they were.
         FormatError: a profile is no trace of ``torch.profiler``.
     """
+    if isinstance(profiles, str | Mapping):
+        raise TypeError(f"profiles: got {shown(profiles)}, expected a list of profiles, of one rank each")
     timeline = schedule if isinstance(schedule, Timeline) else simulate(schedule)
     schedule = timeline.schedule
     beside = [event for n, profile in enumerate(profiles) for event in _on_axis(timeline, n, profile)]
@@ -139,14 +142,14 @@ def _on_axis(timeline: Timeline, number: int, profile: str | Mapping[str, Any]) 
     """
     if not timeline.origin:
         raise ValueError(
-            "profiles: got some beside a timeline of unknown origin; give the timeline of step.record, or"
-            " leave them out"
+            "profiles: got some beside a timeline that does not say when it began; give the timeline that"
+            " step.record has returned, or leave them out"
         )
     try:
         document = load(profile) if isinstance(profile, str) else profile
         since, events = int(document["baseTimeNanoseconds"]), document["traceEvents"]
     except (KeyError, TypeError, FormatError):
-        expected = "the text of a trace of torch.profiler, such as export_chrome_trace writes to a file"
+        expected = "the text of a trace of torch.profiler: read_text() of a file of export_chrome_trace"
         raise FormatError(f"profiles[{number}]: got {shown(profile)}, expected {expected}") from None
     for event in events:
         moved = {"ts": event["ts"] + (since - timeline.origin) / 1000} if "ts" in event else {}
