@@ -4,8 +4,18 @@ logger of Python's ``logging``.
 Nothing is shown unless asked: by a handler and a level of ``logging.getLogger("ppfunc")``, or by the
 environment, as torch's ``TORCH_LOGS``::
 
-    PPFUNC_LOGS=lowering,+control python train.py  # to stderr; + adds the details of a room; "all" is each
-    PPFUNC_FLIGHT=failures.log python train.py     # control with its details, of all ranks, to a file
+    PPFUNC_LOGS=lowering,+control python train.py
+    PPFUNC_FLIGHT=failures.log python train.py
+
+The first shows rooms on stderr, with ``+`` the details of a room too; ``all`` is each. The second writes
+``control`` with its details, of all ranks, to a file. The rooms, below the logger ``ppfunc``:
+
+* ``lowering``: steps that were lowered and compiled, the seconds it took, and the change that asked for it
+* ``tracing``: stages that were traced and compiled; programs that Python runs, and why
+* ``transport``: communicators that were opened and ended
+* ``planning``: plans and configurations that were chosen
+* ``checkpoint``: checkpoints that were written, read and removed
+* ``control``: failures of a step, with the place of each
 
 Each record has the ``rank`` of its process. Nothing is logged in a step whose form has run before, unless it
 fails: then ``control`` has the place of the failure and, as details, the last instructions of each rank.
@@ -20,15 +30,7 @@ from time import perf_counter
 
 from ._checks import require_one_of
 
-ROOMS = {
-    "lowering": "steps that were lowered and compiled, the seconds it took, and the change that asked for it",
-    "tracing": "stages that were traced and compiled; programs that Python runs, and why",
-    "transport": "communicators that were opened and ended",
-    "planning": "plans and configurations that were chosen",
-    "checkpoint": "checkpoints that were written, read and removed",
-    "control": "failures of a step, with the place of each",
-}
-"""The rooms of the log, each with what it tells."""
+ROOMS = ("lowering", "tracing", "transport", "planning", "checkpoint", "control")
 
 
 def room(name: str) -> logging.Logger:

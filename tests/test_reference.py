@@ -1,6 +1,7 @@
 """The pages of the reference: every public name has one, and reads as its source does."""
 
 import inspect
+import re
 import sys
 from pathlib import Path
 from subprocess import run
@@ -8,6 +9,7 @@ from subprocess import run
 import pytest
 
 import ppfunc as pp
+from ppfunc._logs import ROOMS
 
 pytest.importorskip("sphinx")
 pytest.importorskip("furo")
@@ -26,7 +28,8 @@ def pages(tmp_path_factory):
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", folder / "source", folder / "out"]
     built = run(command, capture_output=True, text=True)
     assert not built.returncode, built.stderr
-    return {page.stem: page.read_text() for page in (folder / "out" / "names").glob("*.html")}
+    files = [*(folder / "out" / "names").glob("*.html"), folder / "out" / "index.html"]
+    return {page.stem: page.read_text() for page in files}
 
 
 def test_every_public_name_has_one_page(pages):
@@ -50,3 +53,11 @@ def test_signatures_are_those_of_the_source(pages):
     assert '<span class="default_value"><span class="pre">graph</span></span>' in page
     assert "memory_analysis" in pages["ppfunc.runtime.LoweredFunction"]  # of a base class
     assert "Built-in immutable sequence" not in pages["ppfunc.parallel.Placement"]
+
+
+def test_variables_of_the_environment_are_on_the_first_page(pages):
+    files = Path(pp.__file__).parent.rglob("*.py")
+    used = {name for file in files for name in re.findall(r'environ.*?"(PPFUNC_\w+)"', file.read_text())}
+    assert used == {"PPFUNC_CACHE", "PPFUNC_FLIGHT", "PPFUNC_LOGS", "PPFUNC_NATIVE"}
+    assert not [name for name in used if name not in pages["index"]]
+    assert all(room in pages["index"] for room in ROOMS)
