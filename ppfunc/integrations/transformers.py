@@ -251,7 +251,12 @@ class PipelineTrainer(transformers.Trainer):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self._device)
         batches, self._batches = self._batches, []
-        result = self._run(self._cut(batches[0][0], with_loss=True, with_outputs=False), batches, train=True)
+        parts = self._cut(batches[0][0], with_loss=True, with_outputs=False)
+        if not any(tensor.requires_grad for tensor in self._tensors.values()):
+            raise ValueError(
+                "model: got frozen parameters alone, expected some to train; call requires_grad_()"
+            )
+        result = self._run(parts, batches, train=True)
         for name, gradient in _entries(result.grads):
             if self._tensors[name].requires_grad:
                 self._tensors[name].grad = gradient

@@ -211,3 +211,9 @@ def test_training_asks_a_loss_of_the_user_for_no_outputs(tmp_path):
         given = arguments(tmp_path, max_steps=2, prediction_loss_only=True)
         losses.append(kind(llama(), given, train_dataset=rows(llama), **options).train().training_loss)
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_model_with_nothing_to_train_is_refused(tmp_path):
+    trainer = PipelineTrainer(llama().requires_grad_(False), arguments(tmp_path), train_dataset=rows(llama))
+    with pytest.raises(ValueError, match="model: got frozen parameters alone"):
+        trainer.train()
