@@ -16,6 +16,7 @@ templates_path = ["templates"]
 exclude_patterns = ["templates"]
 autodoc_member_order = "bysource"
 add_module_names = False
+toc_object_entries = False
 python_maximum_signature_line_length = 88
 html_theme = "furo"
 html_title = f"ppfunc {release}"
