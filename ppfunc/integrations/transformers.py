@@ -124,6 +124,7 @@ class PipelineTrainer(transformers.Trainer):
 
     Raises:
         ValueError: an argument asks for what no pipeline honours, or the schedule does not fit the processes.
+        TypeError: a subclass has a ``training_step`` or ``prediction_step`` that does not call this class's.
     """
 
     def __init__(
@@ -194,6 +195,13 @@ class PipelineTrainer(transformers.Trainer):
                 f"this process sees {args.n_gpu} GPUs, expected 1; run torchrun --nproc-per-node"
                 f" {args.n_gpu}, or set CUDA_VISIBLE_DEVICES"
             )
+        for name in ("training_step", "prediction_step"):
+            method = getattr(type(self), name)
+            if method is not getattr(PipelineTrainer, name) and name not in named_in(method.__code__):
+                raise TypeError(
+                    f"{type(self).__name__}.{name} does not call super().{name}, which runs the stages; call"
+                    " it, or override compute_loss"
+                )
         if args.activation_checkpointing:
             self._engine, args.activation_checkpointing = self._engine or graph(remat="full"), False
 

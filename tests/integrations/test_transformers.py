@@ -217,3 +217,17 @@ def test_a_model_with_nothing_to_train_is_refused(tmp_path):
     trainer = PipelineTrainer(llama().requires_grad_(False), arguments(tmp_path), train_dataset=rows(llama))
     with pytest.raises(ValueError, match="model: got frozen parameters alone"):
         trainer.train()
+
+
+def test_a_step_of_the_user_that_would_not_run_the_stages_is_refused(tmp_path):
+    class Whole(PipelineTrainer):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return self.compute_loss(model, inputs)
+
+    class Counting(PipelineTrainer):
+        def training_step(self, *args, **kwargs):
+            return super().training_step(*args, **kwargs)
+
+    Counting(llama(), arguments(tmp_path))
+    with pytest.raises(TypeError, match=r"Whole.training_step does not call super\(\).training_step"):
+        Whole(llama(), arguments(tmp_path))
