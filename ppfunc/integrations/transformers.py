@@ -101,7 +101,7 @@ def _tensors(outputs: Any) -> Any:
 
 
 class PipelineTrainer(transformers.Trainer):
-    """Train as ``transformers.Trainer`` does, in stages: in one process, or by ``torchrun`` in one per rank.
+    """Train as ``transformers.Trainer`` does, in stages: in one process, or in several by ``torchrun``.
 
     Equivalent to: ``transformers.Trainer(*args, **kwargs)`` in one process, in whatever number of processes.
     Losses, gradients and checkpoints are the same, but for rounding and the numbers that dropout draws. Each

@@ -266,21 +266,29 @@ def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
         if not isinstance(name, str):
             names = [n for n, module in known.items() if module is name] or [str(name)]
             raise TypeError(f"at: got {shown(name)}, expected the name of a module, such as {names[0]!r}")
-        if not name or name not in known:
-            raise ValueError(f"at: got {name!r}, which is no module of the model; {_near(name, known)}")
+        _require_known("at", name, known)
     if len({id(known[name]) for name in at}) < len(at):
         raise ValueError(f"at: got {list(at)}, expected each module once")
     return list(at)
 
 
 def checked_module(model: nn.Module, argument: str, name: str | None) -> str:
+    """Return the name of a module that an argument gives, and "" for None.
+
+    Raises:
+        TypeError: the name is no text.
+        ValueError: the model has no module of this name.
+    """
     if name is None:
         return ""
     require_type(argument, name, str, "the name of a module")
-    known = dict(model.named_modules(remove_duplicate=False))
+    _require_known(argument, name, dict(model.named_modules(remove_duplicate=False)))
+    return name
+
+
+def _require_known(argument: str, name: str, known: Iterable[str]) -> None:
     if not name or name not in known:
         raise ValueError(f"{argument}: got {name!r}, which is no module of the model; {_near(name, known)}")
-    return name
 
 
 def _near(name: str, known: Iterable[str]) -> str:
