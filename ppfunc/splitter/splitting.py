@@ -273,7 +273,7 @@ def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
 
 
 def checked_module(model: nn.Module, argument: str, name: str | None) -> str:
-    """Return the name of a module that an argument gives, and "" for None.
+    """Return the name of a module that an argument gives, or "" where no name is given.
 
     Raises:
         TypeError: the name is no text.

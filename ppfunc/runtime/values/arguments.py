@@ -886,9 +886,7 @@ def read_arguments(
     weights = weights if raw.loss_weights is None else read_loss_weights(raw.loss_weights, m)
     if schedule.slices and with_targets and weights is None:
         _warn_of_tokens(raw.inputs, schedule)
-    left_out, weightless = (
-        (frozenset[int](),) * 2 if abstract or mixed else _zeros(weights, schedule.per_sequence)
-    )
+    left_out, weightless = (frozenset[int](),) * 2 if abstract or mixed else _zeros(weights, schedule)
     if (
         last is not None
         and last.weightless == weightless
@@ -1028,7 +1026,7 @@ def read_loss_weights(weights: LossWeights, microbatches: int) -> torch.Tensor |
     return read
 
 
-def _zeros(weights: torch.Tensor | None, slices: int) -> tuple[frozenset[int], frozenset[int]]:
+def _zeros(weights: torch.Tensor | None, schedule: Schedule) -> tuple[frozenset[int], frozenset[int]]:
     """Find the microbatches of weight 0, as far as the host knows the weights and no transform hides them.
 
     Returns:
@@ -1036,6 +1034,7 @@ def _zeros(weights: torch.Tensor | None, slices: int) -> tuple[frozenset[int], f
     """
     if weights is None or weights.device.type != "cpu" or is_wrapped(weights):
         return frozenset(), frozenset()
+    slices = schedule.per_sequence
     rows = weights.view(-1, slices).tolist()
     zeros = {n * slices + m for n, row in enumerate(rows) for m, weight in enumerate(row) if weight == 0}
     out = frozenset(m for m in zeros if not any(rows[m // slices][m % slices :]))
@@ -1059,21 +1058,21 @@ def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
 
     Whole batches are refused under a schedule of slices: nothing says along which axis to cut.
     """
-    k, sequences = schedule.slices, schedule.sequences
+    k = schedule.slices
     inputs: SequenceCut | None = None
     extras = {f"extras[{s}]": batch for s, batch in (raw.extras or {}).items()}
     for name, batch in {"inputs": raw.inputs, "targets": raw.targets, **extras}.items():
         if k > 1 and batch is not None and not isinstance(batch, Microbatches):
             raise ValueError(
                 f"{name}: got a whole batch, and the schedule {schedule.name!r} has {k} slices of a sequence;"
-                f" cut it, ppfunc.microbatch({name}, {sequences}, slices={k})"
+                f" cut it, ppfunc.microbatch({name}, {schedule.sequences}, slices={k})"
             )
         cut = batch._cut if isinstance(batch, Microbatches) else None
         if cut is not None and (len(cut.lengths) or 1) != max(k, 1):
             more, got = f", slices={k}" if k else "", len(cut.lengths) or "no"
             raise ValueError(
                 f"{name}: got sequences in {got} slices, the schedule {schedule.name!r} has"
-                f" {k or 'none'}; ppfunc.microbatch({name}, {sequences}{more}) cuts as many"
+                f" {k or 'none'}; ppfunc.microbatch({name}, {schedule.sequences}{more}) cuts as many"
             )
         if name == "inputs":
             inputs = cut
@@ -1083,10 +1082,10 @@ def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
                 f" {inputs.rows} in {list(inputs.lengths)}; cut both alike"
             )
     for stage, batch in (raw.carry or {}).items():
-        if not isinstance(batch, Microbatches) or len(batch) != sequences:
+        if not isinstance(batch, Microbatches) or len(batch) != schedule.sequences:
             raise ValueError(
                 f"carry[{stage}]: got {batch if isinstance(batch, Microbatches) else shown(batch)}, expected"
-                f" ppfunc.Microbatches of a tree for each of the {sequences} sequences"
+                f" ppfunc.Microbatches of a tree for each of the {schedule.sequences} sequences"
             )
 
 
