@@ -223,14 +223,6 @@ class Schedule:
         return tuple(dict.fromkeys(pair for f in self.flows for pair in f.pairs))
 
     @cached_property
-    def _successors(self) -> dict[int, int | None]:
-        return _only(self._along)
-
-    @cached_property
-    def _predecessors(self) -> dict[int, int | None]:
-        return _only((b, a) for a, b in self._along)
-
-    @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """List every ``(source stage, destination stage)`` that an activation travels, skips last."""
         return (*self._along, *self.skips)
@@ -269,12 +261,12 @@ class Schedule:
     def successor(self, stage: int) -> int | None:
         """Return the stage to which the only edge from ``stage`` leads. If there is none, or more: None."""
         require_index("stage", stage, self.stages)
-        return self._successors.get(stage)
+        return _only(b for a, b in self._along if a == stage)
 
     def predecessor(self, stage: int) -> int | None:
         """Return the stage from which the only edge to ``stage`` comes. If there is none, or more: None."""
         require_index("stage", stage, self.stages)
-        return self._predecessors.get(stage)
+        return _only(a for a, b in self._along if b == stage)
 
     def other_end(self, message: Instruction) -> int | None:
         """Return the stage that a SEND or RECV has at its other end. Where no edge leads there: None."""
@@ -330,12 +322,10 @@ class Schedule:
         return state.hexdigest()
 
 
-def _only(pairs: Iterable[tuple[int, int]]) -> dict[int, int | None]:
-    """Map the first of each pair to the second. Where there are several: None."""
-    found: dict[int, int | None] = {}
-    for a, b in pairs:
-        found[a] = None if a in found else b
-    return found
+def _only(stages: Iterable[int]) -> int | None:
+    """Return the only stage. If there is none, or more: None."""
+    found = [*stages]
+    return found[0] if len(found) == 1 else None
 
 
 def merged(sets: Sequence[range | tuple[int, ...]]) -> range | tuple[int, ...]:

@@ -590,10 +590,6 @@ class Source:
                 found.update(node.all_input_nodes)
                 read |= node.meta["reads"]
 
-    def _of_output(self, result: Any) -> Any:
-        other = isinstance(result, Node) and result.meta.get("stage") != self.last
-        return NotKept(Tensor) if other else result
-
     def with_buffers(self, loaded: Mapping[str, Tensor]) -> "Source":
         """Return the source of the same code with other buffers."""
         other = copy(self)
@@ -659,8 +655,12 @@ class Source:
                 if traced is None:
                     traced = self._trace(form, inputs, device, compute, mapped, before)
                 self._label(traced)
-                if self.output:
-                    traced = traced._replace(results=tuple(map(self._of_output, traced.results)))
+                if self.output:  # what other stages make is left out
+                    kept = (
+                        not isinstance(r, Node) or r.meta.get("stage") == self.last for r in traced.results
+                    )
+                    pairs = zip(traced.results, kept, strict=True)
+                    traced = traced._replace(results=tuple(r if own else NotKept(Tensor) for r, own in pairs))
                 for node, home in zip(traced.carried, before.homes if before else (), strict=True):
                     node.meta["stage"] = home
                 parts = cut(traced, self.stages, self._homes, self.encoder)

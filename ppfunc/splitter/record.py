@@ -140,7 +140,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         self._functions: set[int] = set()  # identities of the histories that kept functions made
         self._inside = False
         self._warned = False
-        self._carried: frozenset[int] = frozenset()  # memory of the cache that the model gets
+        self.carried: frozenset[int] = frozenset()  # memory of the cache that the model gets
         self._old: set[Node] = set()  # what was in that memory before it was overwritten
 
     @property
@@ -161,9 +161,43 @@ class Recording(GraphRecorder, PreDispatchMode):
             )
         return super().node(tensor)
 
-    def origins(self, nodes: Iterable[Node]) -> Iterator[Node]:
-        """Yield the nodes that tensors depend on."""
-        return _origins([*nodes], self._writers)
+    def origins(self, asked: Sequence[Node]) -> Iterator[Node]:
+        """Yield the nodes that tensors depend on, with these, and with all that writes into their memory."""
+        seen, writers = set[Node](), self._writers
+        todo = [*asked, *(w for node in asked for w in writers.get(node.meta["value"].storage, ()))]
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                yield node
+                todo += node.all_input_nodes
+                todo += [w for memory in node.meta["reads"] for w in writers.get(memory, ()) if w < node]
+
+    def known_values(self, asked: Sequence[Node]) -> dict[Node, Any] | None:
+        """Replay the operators that values depend on: a mask of ``torch.ones`` is known, an input is not.
+
+        Operators called under another autocast are not replayed.
+
+        Args:
+            asked: the nodes of tensors, which count with all that has been written into their memory.
+
+        Returns:
+            The values of ``asked``, and of the nodes that they depend on; None if one of these is an input, a
+            parameter, a buffer, or random.
+        """
+        needed, ambient = set[Node](), autocast()
+        for node in self.origins(asked):
+            if not (node.meta.get("known") if node.op == "get_attr" else _replayable(node, ambient)):
+                return None
+            needed.add(node)
+        values: dict[Node, Any] = {}
+        with with_values(), torch.no_grad():
+            for node in sorted(needed):
+                args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+                target: Any = node.target
+                constant = node.op == "get_attr"
+                values[node] = node.meta["constant"].clone() if constant else target(*args, **kwargs)
+        return values
 
     def reach(self, marks: Mapping[Node, int], goes: Callable[[Node], bool]) -> Callable[[Node], int]:
         """Follow the marks of nodes, bits, from operator to operator.
@@ -195,14 +229,9 @@ class Recording(GraphRecorder, PreDispatchMode):
             The integers; None for other tensors.
         """
         node = self.node(tensor)
-        values = None if differentiable(tensor.dtype) else known_values([node], self._writers, autocast())
+        values = None if differentiable(tensor.dtype) else self.known_values([node])
         with with_values():
             return values and [int(number) for number in values[node].flatten()]
-
-    def place_carried(self, tensor: torch.Tensor, name: str) -> Node:
-        """Make a tensor of a cache an input of the graph."""
-        self._carried |= storages([tensor])
-        return self.place(tensor, name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -312,7 +341,7 @@ class Recording(GraphRecorder, PreDispatchMode):
     def _overwrites_carry(self, to: torch.Tensor, new: torch.Tensor) -> bool:
         """Tell whether a copy gives a whole tensor of the cache a new value of its own form."""
         return (
-            storage(to) in self._carried
+            storage(to) in self.carried
             and to.is_contiguous()
             and to.untyped_storage().nbytes() == to.numel() * to.itemsize
             and (to.shape, to.dtype, to.device) == (new.shape, new.dtype, new.device)
@@ -375,7 +404,7 @@ class Recording(GraphRecorder, PreDispatchMode):
         Returns:
             The result; None where values are not known.
         """
-        values = known_values(nodes, self._writers, autocast())
+        values = self.known_values(nodes)
         if values is None:
             return None
         args, kwargs = map_arg((self.with_nodes(args), self.with_nodes(kwargs)), values.__getitem__)
@@ -429,51 +458,6 @@ class _Below(TorchDispatchMode):
 def storages(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """List the memories of tensors. Sparse ones have none."""
     return frozenset(at for at in map(storage, tensors) if at is not None)
-
-
-# -- values that are known without those of inputs
-
-
-def known_values(
-    asked: Sequence[Node], writers: Mapping[int, Sequence[Node]], autocast: Any
-) -> dict[Node, Any] | None:
-    """Replay the operators that values depend on: a mask of ``torch.ones`` is known, an input is not.
-
-    Args:
-        asked: the nodes of tensors, which count with all that has been written into their memory.
-        writers: the nodes that write into each memory.
-        autocast: the current state; operators called under another one are not replayed.
-
-    Returns:
-        The values of ``asked``, and of the nodes that they depend on; None if one of these is an input, a
-        parameter, a buffer, or random.
-    """
-    needed: set[Node] = set()
-    for node in _origins(asked, writers):
-        if not (node.meta.get("known") if node.op == "get_attr" else _replayable(node, autocast)):
-            return None
-        needed.add(node)
-    values: dict[Node, Any] = {}
-    with with_values(), torch.no_grad():
-        for node in sorted(needed):
-            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-            target: Any = node.target
-            constant = node.op == "get_attr"
-            values[node] = node.meta["constant"].clone() if constant else target(*args, **kwargs)
-    return values
-
-
-def _origins(asked: Sequence[Node], writers: Mapping[int, Sequence[Node]]) -> Iterator[Node]:
-    """Yield the nodes that tensors depend on, with these, and with all that writes into their memory."""
-    seen: set[Node] = set()
-    todo = [*asked, *(writer for node in asked for writer in writers.get(node.meta["value"].storage, ()))]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            todo += node.all_input_nodes
-            todo += [w for memory in node.meta["reads"] for w in writers.get(memory, ()) if w < node]
 
 
 def _replayable(node: Node, autocast: Any) -> bool:

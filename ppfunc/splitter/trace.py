@@ -37,7 +37,7 @@ from ppfunc.stage.tree import tree_flatten
 
 from .cache import WITHOUT_CACHE, CacheForm, closed, opened, with_cache
 from .call import MODEL, CallForm, LeafForm, Tensors
-from .record import BY_HAND, Recording, caches_emptied, changed
+from .record import BY_HAND, Recording, caches_emptied, changed, storages
 
 PIPE_SPLIT = "pipe_split() "
 """Begins the names of the cuts that the model makes itself; their numbers, from 1, follow."""
@@ -137,7 +137,8 @@ def _trace(
         nodes = {name: recording.place(t, "v_" + re.sub(r"\W", "_", name)) for name, t in fakes.items()}
         input_nodes = tuple(recording.place(t, f"input{i}") for i, t in enumerate(input_tensors))
         carries = tuple(_input(leaf, device) for leaf in (before.leaves if before else ()))
-        carried = tuple(recording.place_carried(t, f"carried{i}") for i, t in enumerate(carries))
+        carried = tuple(recording.place(t, f"carried{i}") for i, t in enumerate(carries))
+        recording.carried = storages(carries)
         tensors_by_name = fakes | {place: fakes[name] for place, name in tensors.places.items()}
         with unmodified(model), changed(recording), in_python():
             arguments = without_constants(form.arguments(input_tensors))

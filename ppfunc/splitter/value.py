@@ -7,7 +7,7 @@ Steps ask whether stages are a `Split`. The modules that trace are imported when
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -303,7 +303,14 @@ def materialize(
     True
     """
     require_type("split", split, Split, "a split, as ppfunc.split(model, args, at=names) gives it")
-    return _draw_weights(split._source, split.params, stages, seed, init, device)
+    numbers = _numbers(stages, len(split.stages))
+    wanted = {name: p for stage in numbers for name, p in split.params[stage].items()}
+    done = {name: p for name, p in wanted.items() if not p.is_meta}
+    for name in wanted:
+        if name not in done:
+            made = _drawn(split.model, name.rpartition(".")[0], seed, init)
+            done |= {n: _laid_as(wanted[n], p.to(device)) for n, p in made.items() if n in wanted}
+    return {stage: {name: done[name] for name in split.params[stage]} for stage in numbers}
 
 
 def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
@@ -324,7 +331,12 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
     layouts = {name: layout for name, layout in laid_out if layout is not None}
 
     def run(params: Mapping[str, Tensor], x: Any, *states: Any) -> Any:
-        _require_names(params, names, f"params of stage {stage} of {type(model).__name__}")
+        if not isinstance(params, Mapping) or set(params) != set(names):
+            got = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
+            raise ValueError(
+                f"params of stage {stage} of {type(model).__name__}: got {got}, expected {sorted(names)};"
+                " take split.params, or a tree of its form"
+            )
         before = None
         if source.cache and len(states) > bool(state_names):
             before, states = states[0], states[1:]
@@ -351,7 +363,13 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
                 "name all microbatches that have something to encode, ppfunc.spread(..., microbatches=...)",
             )
         received = tuple(t for a in code.part.received for t in (values if a == stage - 1 else skips[a]))
-        _require_dtypes(received, code.dtypes, stage)
+        if (dtypes := tuple(t.dtype for t in received)) != code.dtypes:
+            raise StageError(
+                f"stage {stage}",
+                f"it gets values of the dtypes {[*dtypes]} from earlier stages, and with its parameters the"
+                f" model makes {[*code.dtypes]}",
+                "give the parameters of all stages the same dtype",
+            )
         whole = {**params, **{n: as_dtensor(params[n], layout) for n, layout in layouts.items()}}
         weights = tuple(detached(n, whole[n]) if n in code.frozen else whole[n] for n in code.part.params)
         constants = tuple(source.buffer(n, device, stage) for n in code.part.constants)
@@ -386,16 +404,6 @@ def make_stage(source: "Source", stage: int) -> Callable[..., Any]:
 def _empty(tensor: Tensor) -> Tensor:
     """Make a tensor without elements that tells the form of another."""
     return tensor.detach().new_empty((0, *tensor.shape))
-
-
-def _require_dtypes(received: Sequence[Tensor], expected: Sequence[torch.dtype], stage: int) -> None:
-    if (got := [t.dtype for t in received]) != [*expected]:
-        raise StageError(
-            f"stage {stage}",
-            f"it gets values of the dtypes {got} from earlier stages, and with its parameters the model"
-            f" makes {[*expected]}",
-            "give the parameters of all stages the same dtype",
-        )
 
 
 def _carry_of(carry: Any, stage: int) -> tuple[tuple[Tensor, ...], CacheForm | None]:
@@ -433,14 +441,6 @@ def _state_of(states: tuple[Any, ...], names: tuple[str, ...], stage: int) -> di
             " step, state=split.state, and has_aux=True to get the next one"
         )
     return dict(states[0])
-
-
-def _require_names(params: Any, names: Sequence[str], what: str) -> None:
-    if not isinstance(params, Mapping) or set(params) != set(names):
-        got = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
-        raise ValueError(
-            f"{what}: got {got}, expected {sorted(names)}; take split.params, or a tree of its form"
-        )
 
 
 # -- weights: read from files, or drawn
@@ -526,24 +526,6 @@ def _initialised(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
             if b is not None and version(b)
         }
     return {name: values[name] for name in names if name in values}
-
-
-def _draw_weights(
-    source: "Source",
-    params: Params,
-    stages: Iterable[int] | None,
-    seed: int,
-    init: Init | None,
-    device: torch.device | str,
-) -> dict[int, dict[str, Tensor]]:
-    numbers = _numbers(stages, source.stages)
-    wanted = {name: p for stage in numbers for name, p in params[stage].items()}
-    done = {name: p for name, p in wanted.items() if not p.is_meta}
-    for name in wanted:
-        if name not in done:
-            made = _drawn(source.model, name.rpartition(".")[0], seed, init)
-            done |= {n: _laid_as(wanted[n], p.to(device)) for n, p in made.items() if n in wanted}
-    return {stage: {name: done[name] for name in params[stage]} for stage in numbers}
 
 
 def _drawn(model: nn.Module, path: str, seed: int, init: Init | None) -> dict[str, Tensor]:

@@ -62,7 +62,12 @@ def compile_step(lowered: LoweredStep, programs: StagePrograms, transport: Trans
 
 def bind(lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: Transport) -> CompiledStep:
     """Bind every instruction to these programs."""
-    lowered = _without_tensors(lowered)  # first: what is bound holds stages
+    # What is bound holds stages. Signatures take the place of their tensors: no parameters are kept alive.
+    bare = {
+        id(low): low._replace(call=low.call._replace(example=tuple(map(Signature.of, low.call.example))))
+        for low in lowered.stages.values()
+    }
+    lowered = lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})
     binder = _Binder(lowered, programs, transport)
     placed = binder.bind_all()
     if lowered.spec.shares(lowered.schedule):
@@ -75,15 +80,6 @@ def bind(lowered: LoweredStep, programs: Mapping[Key, StageProgram], transport: 
         tuple(call for call, _ in placed),
         tuple(place for _, place in placed),
     )
-
-
-def _without_tensors(lowered: LoweredStep) -> LoweredStep:
-    """Replace the tensors of examples by signatures: a compiled step keeps no parameters alive."""
-    bare = {
-        id(low): low._replace(call=low.call._replace(example=tuple(map(Signature.of, low.call.example))))
-        for low in lowered.stages.values()
-    }
-    return lowered._replace(stages={key: bare[id(low)] for key, low in lowered.stages.items()})
 
 
 def build_programs(lowered: LoweredStep, programs: StagePrograms) -> dict[Key, StageProgram]:
@@ -343,13 +339,6 @@ def load(low: LoweredStage, key: Key) -> Call | None:
             buffers.extras[key] = moved(buffers.extras[key], device)
 
     return run_load
-
-
-def tag_of(message: Instruction, other: int | None) -> Tag:
-    """Return the name of the message of a SEND or RECV, whose other end is this stage."""
-    assert other is not None and message.microbatch is not None
-    source, destination = (message.stage, other) if message.op in SENDS else (other, message.stage)
-    return Tag("F" if message.op in (Op.SEND_F, Op.RECV_F) else "B", source, destination, message.microbatch)
 
 
 def _key(part: Instruction) -> Key:

@@ -21,7 +21,7 @@ from ppfunc.schedule.proof.timeline import timeline_of
 from ppfunc.stage.device import accelerates, record_event, synchronize
 
 from ..ports.protocols import Call, Transport
-from ..running.compile import CompiledStep, tag_of
+from ..running.compile import CompiledStep
 from ..values.buffers import Buffers, Origin, Tag
 
 _ROUNDS = 4  # of a handshake, each of which narrows down the offset
@@ -90,14 +90,14 @@ def in_ranges(compiled: CompiledStep) -> CompiledStep:
     schedule, ranks = compiled.lowered.schedule, compiled.lowered.ranks
     here = [instruction for rank in ranks for instruction in schedule.instructions(rank)]
     pairs = {part: pair for pair in here for part in pair.parts}
-    ends = {i: schedule.other_end(i) for i in here if i.op in COMMUNICATION}
-    messages = {tag_of(i, stage): i for i, stage in ends.items()}
+    messages = {_tag(schedule, i): i for i in here if i.op in COMMUNICATION}
 
     def named(instruction: Instruction) -> str:
-        if (other := ends.get(instruction)) is None:
+        if instruction.op not in COMMUNICATION:
             return str(instruction)
-        way = "to" if instruction.op in SENDS else "from"
-        return f"{instruction} {way} rank {schedule.placement[other]}"
+        sends, (_, source, destination, _) = instruction.op in SENDS, _tag(schedule, instruction)
+        rank = schedule.placement[destination if sends else source]
+        return f"{instruction} {'to' if sends else 'from'} rank {rank}"
 
     def path(place: Origin) -> list[str]:
         """Name the ranges of a call, from the outermost to the innermost."""
@@ -258,4 +258,8 @@ def _offsets(control: Transport, rank: int, distant: Sequence[int]) -> list[floa
 
 
 def _tag(schedule: Schedule, message: Instruction) -> Tag:
-    return tag_of(message, schedule.other_end(message))
+    """Return the name of the message of a SEND or RECV."""
+    other = schedule.other_end(message)
+    assert other is not None and message.microbatch is not None
+    source, destination = (message.stage, other) if message.op in SENDS else (other, message.stage)
+    return Tag("F" if message.op in (Op.SEND_F, Op.RECV_F) else "B", source, destination, message.microbatch)
