@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ppfunc as pp
 from ppfunc.tuning import tune as tuning
-from ppfunc.tuning.stages import MICROBATCHES, Pieces, batch_of, concurrency_of, rows_of, seconds_of, times_of
+from ppfunc.tuning.tune import MICROBATCHES, Pieces, batch_of, concurrency_of, rows_of, seconds_of, times_of
 from tests.builders import BUILDERS
 from tests.models import BatchNormed, squared
 from tests.pictures import require_legible

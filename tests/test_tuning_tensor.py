@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ppfunc as pp
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves
-from ppfunc.tuning.stages import Pieces, times_of
+from ppfunc.tuning.tune import Pieces, times_of
 from tests.models import squared
 from tests.storages import LiveStorages
 

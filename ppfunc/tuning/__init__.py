@@ -2,9 +2,9 @@
 
 tune.py         tune: what is searched; its rows, ranked: their text, JSON and picture
                 Choice: grid, microbatch, slices, rematerialisation and shards; Row.make is the trainer
+                Cuts: the model in stages, whole or over the tensor ranks that the user lays it over; their
+                seconds and bytes, measured here or counted over given speeds
                 Configurations: the search, each candidate only as exactly as needed
-  stages.py     the model in stages, whole or over the tensor ranks that the user lays it over; their seconds
-                and bytes, measured here or counted over given speeds
 
 A candidate becomes known in steps::
 

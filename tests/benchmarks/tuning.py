@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ppfunc as pp
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
-from ppfunc.tuning.stages import remembering
+from ppfunc.tuning.tune import remembering
 
 sys.path.append(str(Path(__file__).parents[2]))
 from tests.benchmarks.timing import add_foremost, foremost
