@@ -23,8 +23,11 @@ from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
     from .lowering.lower import Aux as Aux, StepResult as StepResult, StepSpec as StepSpec, lower as lower
-    from .paper.analysis import CompiledFunction as CompiledFunction, LoweredFunction as LoweredFunction
-    from .paper.memory import OnPaper as OnPaper
+    from .paper.analysis import (
+        CompiledFunction as CompiledFunction,
+        LoweredFunction as LoweredFunction,
+        OnPaper as OnPaper,
+    )
     from .ports.protocols import Axes as Axes, InProcess as InProcess, Transport as Transport
     from .running.calls import interleaved as interleaved, two_streams as two_streams
     from .step import CacheInfo as CacheInfo, StepFunction as StepFunction
@@ -42,11 +45,10 @@ else:
             "values.arguments": "Microbatches microbatch replicated",
             "step": "CacheInfo StepFunction",
             "values.errors": "AgreementError PipelineError",
-            "paper.analysis": "CompiledFunction LoweredFunction",
+            "paper.analysis": "CompiledFunction LoweredFunction OnPaper",
             "lowering.lower": "Aux StepResult StepSpec lower",
             "running.calls": "interleaved two_streams",
             "transport.p2p": "P2P",
-            "paper.memory": "OnPaper",
             "ports.protocols": "Axes InProcess Transport",
         },
     )

@@ -21,8 +21,7 @@ from ppfunc.runtime import (
 from ppfunc.runtime.lowering.lower import LoweredStep, Overlapped
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
 from ppfunc.runtime.lowering.ties import TiedPlaces, require_declared_trees
-from ppfunc.runtime.paper.analysis import Shown
-from ppfunc.runtime.paper.memory import Completed
+from ppfunc.runtime.paper.analysis import Completed, Shown
 from ppfunc.runtime.values.arguments import (
     LossWeights,
     RawArguments,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ppfunc as pp
-from ppfunc.runtime.paper.memory import MessagesOnPaper, _arguments, _of_rank
+from ppfunc.runtime.paper.analysis import MessagesOnPaper, _arguments, _of_rank
 from ppfunc.runtime.running.compile import bind
 from ppfunc.runtime.running.execute import fill
 from ppfunc.schedule import insert_recomputes, split_backward
