@@ -13,16 +13,18 @@ from .deepspeed import (
     deepspeed_train as deepspeed_train,
 )
 from .loops import (
+    decode as decode,
     gpipe as gpipe,
     inference as inference,
     interleaved_1f1b as interleaved_1f1b,
     interleaved_zb as interleaved_zb,
     looped_bfs as looped_bfs,
     one_f_one_b as one_f_one_b,
+    seq1f1b as seq1f1b,
+    seq_zb as seq_zb,
     zb_h1 as zb_h1,
     zb_h2 as zb_h2,
 )
-from .slices import decode as decode, seq1f1b as seq1f1b, seq_zb as seq_zb
 from .v_shape import v_half as v_half, v_min as v_min, zbv as zbv
 from .zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
 
