@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from operator import attrgetter
 from traceback import clear_frames
@@ -135,9 +134,6 @@ def saved_tensor_hooks() -> Any:
 # Name of the logger that prints errors of fake evaluation with their whole traceback.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
-# Bindings of operators for Python, whose parsers are faster than that of operator objects.
-BINDINGS = (torch._C._VariableFunctions, torch._C._nn)
-METHODS = torch._C.TensorBase
 
 # The innermost torch.func transform, None outside of all; whether a tensor is wrapped by one; and what it
 # wraps.
@@ -316,18 +312,6 @@ def _spec(
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, strides, dtype))
-
-
-@contextmanager
-def below_autograd() -> Iterator[None]:
-    """Send operators straight to dispatch modes: no derivatives, records of views, or casts of autocast."""
-    views = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-    with (
-        without_autocast(),
-        torch._C._AutoDispatchBelowAutograd(),
-        torch._C._ExcludeDispatchKeyGuard(views),
-    ):
-        yield
 
 
 def inductor() -> Any:

@@ -1,9 +1,7 @@
 """Write parts of a trace as Python functions, for engines and splits: straight-line code on flat tuples.
 
-Each operator is called by one of torch's own bindings, which are faster than operator objects: a step of
-stages of width 64 takes 1.18 to 1.23 times as long without them, of width 256 no longer. Or a whole part is
-one function that inductor compiles, for the shapes and strides of the trace. Two programs may be joined to
-one, so that operators of one run between a collective of the other and the wait for it.
+A whole part may be one function that inductor compiles, for the shapes and strides of the trace. Two programs
+may be joined to one, so that operators of one run between a collective of the other and the wait for it.
 """
 
 import builtins
@@ -18,23 +16,18 @@ from types import FunctionType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch.fx import Graph, Node, map_arg
+from torch.fx import Graph, Node
 
 from ppfunc import _logs
 
 from ..._torch import (
-    BINDINGS,
-    METHODS,
     FakeTensorMode,
-    TorchDispatchMode,
     any_autocast,
-    below_autograd,
     binding,
     function_modes,
     inductor,
     onednn_enabled,
     operator_modes,
-    schema,
     switch_onednn,
     transforming,
     vector_options,
@@ -47,13 +40,10 @@ from .cut import Addition, Block, ProgramBlocks, additions, calls_of, posted_ear
 from .graph import (
     always_equal,
     arguments,
-    comparable,
-    is_dense,
     is_element,
     is_post,
     is_tensor,
     module_of,
-    named_arguments,
 )
 from .joint import Nodes
 from .native import RECORDING, native, table
@@ -281,10 +271,8 @@ class _Writer:
 
     def expression(self, node: Node) -> str:
         """Write a call."""
-        call, args = find_call(node), arguments(node)
-        texts = [self.value(a) for a in args]
-        if call.spread:
-            texts[-1:] = map(self.value, args[-1])
+        call = find_call(node)
+        texts = [self.value(a) for a in arguments(node)]
         texts += [
             f"**{{{k!r}: {self.value(v)}}}" if iskeyword(k) else f"{k}={self.value(v)}"
             for k, v in node.kwargs.items()
@@ -379,8 +367,6 @@ def _accumulating(recipe: Recipe, groups: Sequence[Addition]) -> Recipe | None:
 
 # -- what a program calls
 
-_FOUND: "dict[Hashable, OperatorCall]" = {}
-
 # Random operators stay those of torch, so that compiled and plain programs draw the same numbers. What calls
 # the kernels in C++ is compiled apart from them, with less optimization: g++ takes two thirds of the time.
 _OPTIONS = {"fallback_random": True, "cpp_wrapper_build_separate": True}
@@ -392,99 +378,14 @@ class OperatorCall(NamedTuple):
 
     function: Callable[..., Any] | None  # of all arguments, if there is no method
     method: str = ""  # of the first argument
-    spread: bool = False  # whether the last argument, a list of numbers, is given as that many arguments
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.function is not None:
-            return self.function(*args, **kwargs)
-        rest = (*args[1:-1], *args[-1]) if self.spread else args[1:]
-        return getattr(args[0], self.method)(*rest, **kwargs)
 
 
 def find_call(node: Node) -> OperatorCall:
-    """Find a binding that calls the operator of ``node`` and nothing else, by default the operator itself.
-
-    An operator object converts its arguments in a slow general way (about 1 us a call); a binding
-    has a parser made for it. That a binding does the same is seen, not assumed: it is called once, and
-    what it dispatches must be this very call. Calls whose arguments have the same types share the finding.
-    """
+    """Return the call of a node, by default of its operator, without the checks of ``OpOverload``."""
     if "call" not in node.meta:
-        numbers: dict[Node, int] = {}
-        kind = (node.target, _kind(node.args, numbers), _kind(tuple(node.kwargs.items()), numbers))
-        if kind not in _FOUND:
-            _FOUND[kind] = _find(node)
-        node.meta["call"] = _FOUND[kind]
+        itself = binding(node.target)
+        node.meta["call"] = OperatorCall(torch.enable_grad()(itself) if node.target is RECORDING else itself)
     return node.meta["call"]
-
-
-def _kind(value: Any, numbers: dict[Node, int]) -> Hashable:
-    """Describe arguments as parsers of bindings see them: types, ranks, lengths, which are the same."""
-    if isinstance(value, Node):
-        same, t = numbers.setdefault(value, len(numbers)), value.meta["val"]
-        if not (is_tensor(value) and is_dense(value)):
-            return ("other", same, type(t))
-        return ("tensor", same, t.dim(), t.dtype, t.device.type, t.is_conj(), t.is_neg())
-    if isinstance(value, (list, tuple)):
-        return (type(value), *(_kind(v, numbers) for v in value))
-    return (str, value) if isinstance(value, str) else (type(value),)
-
-
-def _find(node: Node) -> OperatorCall:
-    if node.target is RECORDING:
-        return OperatorCall(torch.enable_grad()(binding(node.target)))
-    # A tensor that requires no gradient can stand for a number, if it has no axis.
-    tensors = {n: t if (t := n.meta["val"]).dim() else t.detach() for n in node.all_input_nodes}
-    args, kwargs = map_arg((node.args, node.kwargs), tensors.__getitem__)
-    itself = OperatorCall(binding(node.target))
-    wanted = _dispatched(itself, args, kwargs, node)
-    return next(
-        (call for call in _candidates(node) if wanted and _dispatched(call, args, kwargs, node) == wanted),
-        itself,
-    )
-
-
-def _candidates(node: Node) -> Iterator[OperatorCall]:
-    name = schema(node.target).name.split("::")[1]
-    if hasattr(METHODS, name) and node.args and isinstance(node.args[0], Node):
-        if len(node.args) > 1 and isinstance(node.args[-1], (list, tuple)) and not node.kwargs:
-            yield OperatorCall(None, name, spread=True)
-        yield OperatorCall(None, name)
-    for module in BINDINGS:
-        if hasattr(module, name):
-            yield OperatorCall(getattr(module, name))
-
-
-def _dispatched(
-    call: OperatorCall, args: tuple[Any, ...], kwargs: dict[str, Any], node: Node
-) -> list[Any] | None:
-    """List the operators that a call comes down to, without running them.
-
-    Returns:
-        None if it refuses its arguments.
-    """
-    with _Observe(node.meta["val"]) as seen, below_autograd():
-        try:
-            call(*args, **kwargs)
-        except (TypeError, RuntimeError, NotImplementedError, AttributeError):
-            return None
-    return seen.calls
-
-
-class _Observe(TorchDispatchMode):
-    """Notes calls in a form that can be compared, and returns a known result instead of computing it."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.calls: list[Any] = []
-        self.result = result
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "prim":
-            return func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.detach.default and args[0] is self.result:
-            return self.result  # factories detach what they return, where somebody else holds it too
-        self.calls.append((func, comparable([*named_arguments(func, args, kwargs or {}).values()])))
-        return self.result
 
 
 # -- parts that inductor compiles
