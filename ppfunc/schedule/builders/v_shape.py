@@ -170,17 +170,14 @@ def _needs(i: Instruction, stages: int) -> Iterator[Instruction]:
         yield i._replace(stage=beyond)
 
 
-def _peak(times: SlotNumbers) -> int:
-    """Count the most activations of a rank that wait for their weight gradient at one time."""
-    return max(accumulate((i.op is Op.F) - (i.op is Op.W) for i in sorted(times, key=times.__getitem__)))
-
-
 def _squeeze(pattern: list[SlotNumbers], placement: tuple[int, ...]) -> SlotNumbers:
     """Move every instruction to its earliest free slot, in the order of the pattern.
 
     Inputs come before uses, and activations stay within the peak of the pattern.
     """
-    peak = max(map(_peak, pattern))
+    # The most activations of a rank that wait for their weight gradient at one time.
+    orders = (sorted(times, key=times.__getitem__) for times in pattern)
+    peak = max(n for order in orders for n in accumulate((i.op is Op.F) - (i.op is Op.W) for i in order))
     busy: list[set[int]] = [set() for _ in pattern]
     # Activations in each slot so far; after the last, as many as are held.
     live: list[list[int]] = [[] for _ in pattern]

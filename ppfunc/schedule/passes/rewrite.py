@@ -7,6 +7,7 @@ Passes take instructions or slots out, split and merge backwards, and write what
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from itertools import accumulate
 
 from ppfunc._checks import naming_arguments, require_counts, require_stages
 
@@ -344,8 +345,9 @@ def insert_recomputes(schedule: Schedule, stages: Iterable[int] | None = None) -
     """
     require_schedule(schedule)
     chosen = require_stages("stages", range(schedule.stages) if stages is None else stages, schedule.stages)
-    wanted = lambda op, stage: op in (Op.B, Op.I) and stage in chosen  # noqa: E731
-    return _insert_before(schedule, Op.RECOMPUTE, RESIDUAL_OPS, wanted)
+    return _insert_before(
+        schedule, Op.RECOMPUTE, RESIDUAL_OPS, lambda op, stage: op in (Op.B, Op.I) and stage in chosen
+    )
 
 
 @naming_arguments
@@ -568,9 +570,5 @@ def _moves(uses: list[tuple[int, ...]], most: int) -> list[list[Instruction]]:
 
 
 def _orders(uses: list[tuple[int, ...]]) -> Orders:
-    orders: Orders = []
-    order: tuple[int, ...] = ()
-    for stages in reversed(uses):
-        order = (*stages, *(s for s in order if s not in stages))
-        orders.append(order)
-    return orders[::-1]
+    orders = accumulate(reversed(uses), lambda after, now: (*now, *(s for s in after if s not in now)))
+    return [*orders][::-1]

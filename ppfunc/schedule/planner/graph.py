@@ -26,7 +26,7 @@ from math import inf
 from operator import itemgetter
 from typing import NamedTuple
 
-from ppfunc._checks import naming_arguments, require_counts, require_index, require_real, require_type
+from ppfunc._checks import naming_arguments, require_counts, require_real, require_stages, require_type
 
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
@@ -273,10 +273,7 @@ def _numbers(name: str, values: Iterable[int] | None, count: int) -> list[int]:
     """Return different numbers below ``count``, by default all."""
     values = range(count) if values is None else values
     require_type(name, values, Iterable, "numbers, such as [0, 1]")
-    numbers = [*values]
-    for number in numbers:
-        require_index(name, number, count)
-    if len({*numbers}) < max(len(numbers), 1):
+    if len(require_stages(name, numbers := [*values], count)) < max(len(numbers), 1):
         raise ValueError(f"{name}: got {numbers!r}, expected different numbers, at least one")
     return numbers
 

@@ -321,11 +321,6 @@ def quiet() -> Iterator[None]:
 # -- operators that take functions
 
 
-def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
-    """Call the first or the second function."""
-    return (true_fn if pred else false_fn)(*operands)
-
-
 def _while_loop(cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried: Any, more: Any) -> Any:
     """Call a function as long as another one says so."""
     while cond_fn(*carried, *more):
@@ -352,7 +347,7 @@ def _refuse_map(*_: Any) -> Any:
 
 
 _PYTHON = {  # by the name of the function that torch would compile
-    "_cond_op_wrapper": _cond,
+    "_cond_op_wrapper": lambda pred, one, other, operands: (one if pred else other)(*operands),
     "_while_loop_op_wrapper": _while_loop,
     "run_flattened_scan": _scan,
     "run_flattened_map": _refuse_map,

@@ -195,13 +195,6 @@ def whole_shape(shape: Sequence[int], dim: int | None, ranks: int) -> tuple[int,
     return tuple(size * ranks if d == dim else size for d, size in enumerate(shape))
 
 
-def part_signature(leaf: torch.Tensor | LeafSignature, dim: int | None, ranks: int) -> LeafSignature:
-    """Return the signature of each of ``ranks`` equal parts of a leaf."""
-    return LeafSignature(
-        tuple(size // ranks if d == dim else size for d, size in enumerate(leaf.shape)), leaf.dtype, False
-    )
-
-
 def by_rank(leaf: torch.Tensor, dim: int | None, ranks: int) -> torch.Tensor:
     """View a whole leaf with two dimensions in the place of ``dim``: ranks, and the rows of each."""
     assert dim is not None
@@ -269,7 +262,12 @@ class Reducer:
         leaves = [replace(leaf, shape=(0,)) if n in fixed else leaf for n, leaf in enumerate(leaves)]
         dims = tuple(None if n in fixed else dim for n, dim in enumerate(dims))
         sizes = [sums.parts.size for sums in over]
-        shards = [part_signature(*each) for each in zip(leaves, dims, sizes, strict=True)]
+        shards = [
+            LeafSignature(
+                tuple(n // ranks if d == dim else n for d, n in enumerate(leaf.shape)), leaf.dtype, False
+            )
+            for leaf, dim, ranks in zip(leaves, dims, sizes, strict=True)
+        ]
         alike: dict[tuple[bool, Sums], list[int]] = {}
         for n, dim in enumerate(dims):
             alike.setdefault((dim is not None, over[n]), []).append(n)

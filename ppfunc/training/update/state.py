@@ -161,7 +161,14 @@ class StageTrees(NamedTuple):
         of_state = require_state_of(rule, bare, optimizer, f"state.optimizer[{stage}]")
         moments: list[Any] = of_state.flatten_up_to(optimizer)
         forms = form_of(leaves, treedef), form_of(moments, of_state)
-        counted = tuple(n for n in trained if n not in again and _counts(ranks, cuts[n]))
+        others = {  # which another rank counts
+            n
+            for n, cut in enumerate(cuts)
+            if cut.over.copies.index
+            or (cut.over.parts.index and cut.part is None)
+            or (ranks.model.index and cut.repeated)
+        }
+        counted = tuple(n for n in trained if n not in again | others)
         parted = frozenset(n for n, cut in enumerate(cuts) if cut.dim is None and cut.part is not None)
         kept = [cut.kept for cut in cuts]
         if ranks.shards_params:
@@ -243,11 +250,6 @@ def _require_kept(
                 " this trainer keeps it; give whole parameters to trainer.init, and load a state of other"
                 " ranks by ppfunc.checkpoint.load(folder, like=state)"
             )
-
-
-def _counts(ranks: TrainingRanks, cut: Cut) -> bool:
-    other = cut.over.copies.index or (cut.over.parts.index and cut.part is None)
-    return not (other or (ranks.model.index and cut.repeated))
 
 
 def _further_places(ranks: TrainingRanks, stage: int, signature: Signature) -> set[int]:

@@ -451,7 +451,13 @@ def _cheap(joint: Joint, again: set[Node], inside: set[Node], twice: Iterable[No
         inside: calls of which some may run again.
     """
     blocks = cut(joint, again, twice)
-    cheap = {n for n in inside if base(n) is not None or _is_cheap(_operator(n))}
+    cheap = {
+        n
+        for n in inside
+        if base(n) is not None
+        or torch.Tag.pointwise in (target := _operator(n)).tags
+        or schema(target).name.removeprefix("aten::") in _NORMS
+    }
     most = _SHARE * sum(map(work_of, filter(is_call, joint.graph.nodes)))
     more = _chosen(joint, blocks.residuals, cheap, again, most=most)
     if not more:
@@ -460,10 +466,6 @@ def _cheap(joint: Joint, again: set[Node], inside: set[Node], twice: Iterable[No
     held, handed = (_total(joint, each.backward_weight.arguments[0]) for each in (blocks, late))
     # W may need more to compute something again than that has bytes: I then does.
     return late if handed <= held else cut(joint, again | more, twice, ahead=more)
-
-
-def _is_cheap(target: OpOverload) -> bool:
-    return torch.Tag.pointwise in target.tags or schema(target).name.removeprefix("aten::") in _NORMS
 
 
 def _chosen(

@@ -251,7 +251,9 @@ class Record(GraphRecorder, TorchDispatchMode):
         with self:
             if func in _DECOMPOSITIONS:
                 return _DECOMPOSITIONS[func](*args, **kwargs)
-            if not _runs_whole(func, args):
+            # A kernel of the device has other bits than its decomposition.
+            first = next(tensors_in(args), None)
+            if first is None or not has_kernel(func, first.device):
                 result = func.decompose(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
@@ -347,12 +349,6 @@ def _cudnn_batch_norm_backward(
 ) -> Any:
     """Compute the gradient of ``cudnn_batch_norm``. Autograd asks for it in training only."""
     return aten.native_batch_norm_backward(gy, x, w, mean, var, m, invstd, True, eps, [True, True, True])
-
-
-def _runs_whole(func: OpOverload, args: Any) -> bool:
-    """Tell whether the device has a kernel of an operator, whose decomposition would give other bits."""
-    first = next(tensors_in(args), None)
-    return first is not None and has_kernel(func, first.device)
 
 
 _DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {
