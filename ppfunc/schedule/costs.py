@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Rational, Real
 from typing import Any, Self
@@ -225,19 +225,32 @@ class Costs:
 
     def _shared(self, schedule: Schedule, slices: int) -> Self:
         """Divide costs of a rank's share of the model among its stages, and among equal slices."""
-        cut = ("checkpoint", "bytes") if slices > 1 else ()
-        shared = {name: value for name in (*OF_THE_MODEL, *cut) if (value := getattr(self, name)) is not None}
-        for name, value in shared.items():
-            if _stages(value):
-                raise ValueError(
-                    f"{name} is {value!r}, expected one number: that of a rank's share of the model"
-                )
         stages = len(set(schedule.model_stages))
-        parts = {
-            name: (1 if name in cut else stages) * (1 if name in OF_A_STAGE else slices) for name in shared
+        shares = {
+            name: (schedule.ranks, stages * (1 if name in OF_A_STAGE else slices)) for name in OF_THE_MODEL
         }
-        whole = {name: 1 if name in cut else schedule.ranks for name in shared}
-        portions = {name: portion(value, whole[name], parts[name]) for name, value in shared.items()}
+        shares |= dict.fromkeys(("checkpoint", "bytes") if slices > 1 else (), (1, slices))
+        return self.divided(shares, portion)
+
+    def divided(
+        self, shares: Mapping[str, tuple[int, int]], divide: Callable[[Number, int, int], Number]
+    ) -> Self:
+        """Divide some costs.
+
+        Args:
+            shares: part and whole of each, by name.
+            divide: function of a value, a part and a whole, such as :func:`exact_portion`.
+
+        Raises:
+            ValueError: a value is not one number for all.
+        """
+        values = {name: value for name in shares if (value := getattr(self, name)) is not None}
+        if several := [name for name, value in values.items() if _stages(value)]:
+            raise ValueError(
+                f"{several[0]} is {values[several[0]]!r}, expected one number: that of a rank's share of the"
+                " model"
+            )
+        portions = {name: divide(value, *shares[name]) for name, value in values.items()}
         return replace(self, **portions)
 
     def in_slices(self, slices: Sequence["Costs"]) -> Self:

@@ -213,13 +213,8 @@ def chunk_counts(
 
 def shared_costs(costs: Costs, stages: int, wanted: int) -> Costs:
     """Convert the costs of a stage of a model in ``stages`` equal stages to a model in ``wanted`` stages."""
-    values = {name: getattr(costs, name) for name in OF_THE_MODEL if stages != wanted}
-    if several := [name for name, value in values.items() if isinstance(value, Sequence | Mapping)]:
-        raise ValueError(
-            f"{several[0]} is {values[several[0]]!r}, expected one number: that of a rank's share"
-        )
-    portions = {n: exact_portion(v, stages, wanted) for n, v in values.items() if v is not None}
-    return replace(costs, **portions)
+    shares = dict.fromkeys(OF_THE_MODEL if stages != wanted else (), (stages, wanted))
+    return costs.divided(shares, exact_portion)
 
 
 class _Problem(NamedTuple):
