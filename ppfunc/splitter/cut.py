@@ -548,16 +548,12 @@ class Source:
         self._watch = Watch(model)
         self._moved: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
         traces = [traced for _, _, traced in calls]
-        for name in names:
+        for name in filter(None, (*names, tower)):
             if all(name not in traced.starts for traced in traces):
                 raise ValueError(
-                    f"at: the module {name} is not called, or calls no operator; name another one, or the"
-                    " modules within it"
+                    f"{'encoder' if name == tower else 'at'}: the module {name} is not called, or calls no"
+                    " operator; name another one, or the modules within it"
                 )
-        if tower and all(tower not in traced.starts for traced in traces):
-            raise ValueError(
-                f"encoder: the module {tower} is not called, or calls no operator; name another one"
-            )
         read: dict[str, int] = {}
         for traced in sorted(traces, key=lambda t: len(t.starts.keys() & {*names}), reverse=True):
             self._label(traced)

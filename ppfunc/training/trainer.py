@@ -51,11 +51,17 @@ from ppfunc.steps import Stages, make_step, reporting_mistakes, unpacked
 
 from .optim.optimizer import Optimizer, Tree
 from .update.buckets import Reducer
-from .update.initial_state import initial_state
 from .update.parameter_update import TrainingUpdate
 from .update.precision import Precision
 from .update.ranks import TrainingRanks
-from .update.state import LastState, Metrics as Metrics, StageTrees, TrainState as TrainState, stages_of
+from .update.state import (
+    LastState,
+    Metrics as Metrics,
+    StageTrees,
+    TrainState as TrainState,
+    initial_state,
+    stages_of,
+)
 from .update.update_rule import OnNonfinite, ReduceState, StateRule, UpdateRule, UpdateState
 
 

@@ -9,5 +9,5 @@ update_rule.py       UpdateRule       how gradients become new parameters, and s
 ranks.py             TrainingRanks    how parameters are cut over the ranks that train together
 precision.py         Precision        dtypes, and the scale of the loss
 state.py             TrainState       its trees, how a trainer reads and recognises it, what ranks compare
-initial_state.py     initial_state    the state before the first step
+                     initial_state    the state before the first step
 """
