@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import ppfunc as pp
 from ppfunc.runtime.control.links import Rendezvous, SocketLinks
 from ppfunc.runtime.ports import _torch
-from ppfunc.runtime.transport import pair_groups
+from ppfunc.runtime.transport import p2p
 from tests.clock import busy
 from tests.unseen import Unseen
 
@@ -154,7 +154,7 @@ PLACES = {  # the function at whose call a rank fails, and which call
     "constructor": (Rendezvous, "publish", 1),
     "meeting": (SocketLinks, "welcome", 1),
     "first agreement": (pp.P2P, "require_same", 1),
-    "connecting": (pair_groups, "receive_address", 1),
+    "connecting": (p2p, "receive_address", 1),
     "tracing": ("stage", None, 1),
     "ready": (pp.P2P, "ready", 1),
     "forward": ("stage", None, 5),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import ppfunc as pp
 from ppfunc.runtime.control.links import Rendezvous
-from ppfunc.runtime.transport import pair_groups
+from ppfunc.runtime.transport import p2p
 from ppfunc.schedule import chimera, remove_tail
 from tests.builders import BUILDERS
 from tests.clock import busy
@@ -501,14 +501,14 @@ def interrupted_while_connecting(rank, ranks, mapped):
     name = "open_mapped" if mapped else "receive_address"
     with pp.P2P(timeout=30, mapped=mapped) as transport:
         step = pp.value_and_grad([stage] * ranks, loss_fn, pp.gpipe(ranks, 4), transport)
-        agree = getattr(pair_groups, name)
+        agree = getattr(p2p, name)
 
         def interrupting(*args):
             agree(*args)
             time.sleep(0.5)
             raise KeyboardInterrupt
 
-        with patch.object(pair_groups, name, interrupting if rank == 0 else agree):
+        with patch.object(p2p, name, interrupting if rank == 0 else agree):
             try:
                 step({rank: params[rank]}, inputs, targets)
             except BaseException as error:

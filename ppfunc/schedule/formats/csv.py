@@ -426,14 +426,15 @@ def _messages(
     schedule: Schedule, timeline: Timeline
 ) -> Iterator[tuple[float, int, int, Instruction, int, Instruction]]:
     """Yield for every message: time, number, then rank and instruction at either end."""
-    numbers = count()
+    numbers, stages = count(), range(schedule.stages)
+    after, before = (list(map(end, stages)) for end in (schedule.successor, schedule.predecessor))
     for rank, (instructions, ends) in enumerate(
         zip(map(schedule.instructions, range(schedule.ranks)), timeline.ends, strict=True)
     ):
         for instruction, end in zip(instructions, ends, strict=True):
             for op, stage, microbatch, *_ in parts_of(instruction):
                 forward = op is Op.F
-                peer = schedule.successor(stage) if forward else schedule.predecessor(stage)
+                peer = (after if forward else before)[stage]
                 if op is Op.W or peer is None or schedule.placement[peer] == rank:
                     continue
                 send, receive = (Op.SEND_F, Op.RECV_F) if forward else (Op.SEND_B, Op.RECV_B)
