@@ -22,11 +22,8 @@ def test_all_ranks_in_this_process_write_what_the_model_alone_writes(temperature
     assert len(texts) == 3 and told.endswith("; the same as the model alone writes")
 
 
-def test_processes_write_the_same():
-    command = [sys.executable, str(EXAMPLES / "generate.py"), *SMALL]
-    runs = [
-        subprocess.run([*command, *more], capture_output=True, text=True, timeout=200, check=True).stdout
-        for more in (["--stages", "2"], ["--stages", "2", "--in-process"])
-    ]
-    assert runs[0].splitlines()[:-1] == runs[1].splitlines()[:-1]
-    assert all(run.splitlines()[-1].endswith("; the same as the model alone writes") for run in runs)
+def test_processes_write_what_the_model_alone_writes():
+    command = [sys.executable, str(EXAMPLES / "generate.py"), *SMALL, "--stages", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    *texts, told = done.stdout.splitlines()
+    assert len(texts) == 3 and told.endswith("; the same as the model alone writes")
