@@ -61,6 +61,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import (
+        integrations as integrations,
         parallel as parallel,
         runtime as runtime,
         schedule as schedule,
@@ -157,7 +158,9 @@ else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "": "parallel runtime schedule splitter stage testing training transforms vocabulary",
+            "": (
+                "integrations parallel runtime schedule splitter stage testing training transforms vocabulary"
+            ),
             "measurement": "measure",
             "runtime": (
                 "P2P AgreementError Axes InProcess Microbatches OnPaper PipelineError"

@@ -109,17 +109,72 @@ def require_positive(**numbers: Any) -> None:
             raise ValueError(f"{name} is {number}, expected a finite number of more than 0")
 
 
-def suggestion(name: str, names: Iterable[str]) -> str:
-    """Return ``; did you mean ...?`` for the most similar of ``names``, or an empty text.
+_ELSEWHERE = {
+    "at": "stages numstages nstages",
+    "cap": "memory maxmemory",
+    "compute": "dtype bfone6 fpone6",
+    "context": "cp sp",
+    "data": "dp",
+    "experts": "ep",
+    "init": "initscale",
+    "load": "resume restore",
+    "memory_analysis": "memory memorystats",
+    "model": "tp tensor",
+    "optimizer": "lr learningrate",
+    "per_sample_grad": "vmap",
+    "pipe": "pp",
+    "precision": "dtype bfone6 fpone6 amp mixedprecision",
+    "psum": "allreduce",
+    "psum_scatter": "reducescatter",
+    "remat": "recompute activationcheckpointing",
+    "schedule": "gradientaccumulationsteps microbatches nummicrobatches",
+    "seed": "rng key generator",
+    "sequences": "microbatches nummicrobatches",
+    "step": "train fit trainbatch",
+    "update": "apply applyupdates",
+    "value_and_grad": "grad",
+    "ppfunc.checkpoint.save": "save savecheckpoint statedict",
+    "ppfunc.checkpoint.load": "load loadcheckpoint loadstatedict",
+    "ppfunc.integrations.transformers": "pipelinetrainer",
+    "ppfunc.optim.clip_by_global_norm": "clipgradnorm maxgradnorm gradientclipping",
+}
+"""Names of other libraries, as letters, by the names here; whole names of another module answer anywhere."""
 
-    >>> suggestion("shwo", ["show", "check"])
-    "; did you mean 'show'?"
+
+def suggestion(name: str, names: Iterable[str]) -> str:
+    """Return ``; did you mean ...?`` for the name among ``names`` that means the same, or is most similar.
+
+    >>> suggestion("shwo", ["show", "check"]), suggestion("onef1b", ["one_f_one_b", "seq1f1b"])
+    ("; did you mean 'show'?", "; did you mean 'one_f_one_b'?")
     """
     import difflib  # here, because it is needed for errors only
 
-    by_letters = {other.lower(): other for other in names}
-    similar = difflib.get_close_matches(name.lower(), by_letters, n=1)
-    return f"; did you mean {by_letters[similar[0]]!r}?" if similar else ""
+    letters, by_letters = _letters(name), {_letters(other): other for other in names}
+    near = [ours for ours, theirs in _ELSEWHERE.items() if letters in theirs.split()]
+    near = [ours for ours in near if "." in ours or ours in by_letters.values()]
+    near += [by_letters[alike] for alike in difflib.get_close_matches(letters, by_letters, n=1)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _letters(name: str) -> str:
+    return name.lower().replace("_", "").replace("1", "one")
+
+
+def naming_attributes(kind: type[R]) -> type[R]:
+    """Decorate a class: an unknown attribute of its objects is answered by the nearest name, or by all."""
+
+    def refuse(thing: R, name: str) -> Any:
+        try:
+            return object.__getattribute__(thing, name)  # a property may have raised
+        except AttributeError as error:
+            if name.startswith("_") or error.obj is not thing or error.name != name:
+                raise
+            names = [each for each in dir(thing) if not each.startswith("_")]
+            near = suggestion(name, names) or f"; it has {', '.join(names)}"
+        raise AttributeError(f"{type(thing).__name__} has no attribute {name!r}{near}", name=name)
+
+    setattr(kind, "__getattr__", refuse)  # noqa: B010  # type checkers still refuse unknown names
+    return kind
 
 
 def not_copied(kind: str, mend: str) -> Callable[..., NoReturn]:

@@ -5,8 +5,11 @@ torch.
 import re
 import sys
 from collections.abc import Callable, Mapping
+from dis import opname
+from functools import partial
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import Any, NoReturn
 
 from ppfunc._checks import suggestion
 
@@ -39,11 +42,31 @@ def attach(
                 if told
                 else f"; dir({package}) lists its names"
             )
-            # The name without the object: with both, Python's traceback would add a suggestion of its own.
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{mend}", name=name)
+            raise _unknown(package, name, mend)
         module = import_module(f"{package}.{home_of[name] or name}")
         value = getattr(module, name) if home_of[name] else module
+        for each in (module, value):
+            if isinstance(each, ModuleType):  # unknown names of a module that is used as a whole
+                vars(each).setdefault("__getattr__", partial(_refuse, each))
         setattr(sys.modules[package], name, value)
         return value
 
     return load, lambda: sorted(home_of), sorted(name for name, module in home_of.items() if module)
+
+
+def _refuse(module: ModuleType, name: str) -> NoReturn:
+    """Stand as ``__getattr__`` of a module that is loaded as a whole."""
+    own = (n for n, thing in vars(module).items() if getattr(thing, "__module__", "") == module.__name__)
+    names = [n for n in vars(module).get("__all__", own) if not n.startswith("_")]
+    near = "" if name.startswith("__") else suggestion(name, names) or f"; it has {', '.join(names)}"
+    raise _unknown(module.__name__, name, near)
+
+
+def _unknown(module: str, name: str, mend: str) -> Exception:
+    """Make the error for ``module.name``, or for ``from module import name``."""
+    asking = sys._getframe(2)
+    imports = opname[asking.f_code.co_code[asking.f_lasti]] == "IMPORT_FROM"
+    # The name without the object: with both, Python's traceback would add a suggestion of its own.
+    return (ImportError if imports else AttributeError)(
+        f"module {module!r} has no attribute {name!r}{mend}", name=name
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, get_args
 import torch
 
 from ppfunc import schedule as schedules  # whose passes and proofs load with the first step function
-from ppfunc._checks import naming_arguments, require_one_of, shown
+from ppfunc._checks import naming_arguments, require_one_of, require_type, shown
 from ppfunc.runtime import InProcess, StepResult, StepSpec, Transport, interleaved, two_streams
 from ppfunc.runtime.lowering.lower import Overlapped, Pipeline, require_carry
 from ppfunc.runtime.lowering.stage_programs import StagePrograms
@@ -350,6 +350,7 @@ def eval_shape(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """
     if hasattr(fn, "eval_shape"):
         return fn.eval_shape(*args, **kwargs)
+    require_type("fn", fn, Callable, "a step function, such as value_and_grad(stages, ...), or a stage")
     y = outline(fn, args).y
     return y.wrap(torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in y.leaves)
 
@@ -398,7 +399,9 @@ def unpacked(
     require_schedule(schedule)
     is_class = isinstance(loss_fn, type)
     if (loss_fn is None and loss_wanted) or (loss_fn is not None and (is_class or not callable(loss_fn))):
-        mend = f"; make one: {loss_fn.__name__}()" if isinstance(loss_fn, type) else ""
+        mend = "; the order is stages, loss_fn, schedule"
+        if isinstance(loss_fn, type):
+            mend = f"; make one: {loss_fn.__name__}()"
         if loss_fn is None or isinstance(loss_fn, str):
             mend = ", such as torch.nn.functional.mse_loss; pp.evaluate does without"
         raise TypeError(f"loss_fn: got {shown(loss_fn)}, expected a function loss(y, target) -> scalar{mend}")

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import ppfunc as pp
+from ppfunc._checks import naming_attributes
 from ppfunc.schedule import F, check, single_chain
 from tests.models import dense, problem, squared
 
@@ -67,6 +68,26 @@ MISTAKES = {
     "BatchEncoding": (lambda: pp.split(MODEL, BatchEncoding({"input": INPUTS})), "or {'input_ids': ids}"),
     "a state before its folder": (lambda: pp.checkpoint.save(STATE, "no"), "path first, save(folder, state"),
     "a trainer that is saved": (lambda: pp.checkpoint.save("no", TRAINER), "Trainer, expected a tensor"),
+    "an engine": (lambda: pp.engines.grap, "module 'ppfunc.stage.engines' .*'grap'; did you mean 'graph'"),
+    "a collective of torch": (lambda: pp.collectives.all_reduce, "'all_reduce'; did you mean 'psum'"),
+    "no checkpoint": (lambda: pp.checkpoint.laod, "'laod'; did you mean 'load'"),
+    "no strategy": (lambda: pp.testing.plan, "'plan'; it has costs, placements, programs, schedules"),
+    "no list of names": (lambda: pp.transforms.vjp, "'vjp'; did you mean 'jvp'"),
+    "a number in letters": (lambda: pp.onef1b, "did you mean 'one_f_one_b'"),
+    "jax.grad": (lambda: pp.grad, "did you mean 'value_and_grad'"),
+    "stages of a split": (lambda: pp.split(MODEL, INPUTS, stages=2), "did you mean 'at'?; it takes model"),
+    "bf16": (lambda: trainer(bf16=True), "did you mean 'precision'"),
+    "max_grad_norm": (lambda: trainer(max_grad_norm=1.0), "did you mean 'ppfunc.optim.clip_by_global_norm'"),
+    "fit": (lambda: TRAINER.fit, "Trainer has no attribute 'fit'; did you mean 'step'"),
+    "a method of no trainer": (lambda: TRAINER.predict, "'predict'; it has close, evaluate, init, lower, "),
+    "a trainer that saves": (lambda: TRAINER.save, "did you mean 'ppfunc.checkpoint.save'"),
+    "apply_updates": (lambda: OPTIMIZER.apply, "Optimizer has no attribute 'apply'; did you mean 'update'"),
+    "a rank of memory": (lambda: LOWERED.memory_analysis(1), "2 were given; it takes no arguments"),
+    "memory": (lambda: LOWERED.memory(), "LoweredFunction has no .*; did you mean 'memory_analysis'"),
+    "a whole state": (lambda: pp.checkpoint.export("no", STATE), "TrainState, expected .*: state.params"),
+    "a file to export": (lambda: pp.checkpoint.export("no", "a.b"), "got 'a.b' of type str; expected"),
+    "a shape of stages": (lambda: pp.eval_shape([dense], PARAMS[0], INPUTS), "got .* list, expected a step"),
+    "the loss first": (lambda: made(squared, [dense] * 2), "list, expected .*; the order is stages, loss_fn"),
     "n_microbatches": (lambda: pp.gpipe(2, n_microbatches=4), "did you mean 'microbatches'?; it takes ranks"),
     "a rise": (lambda: pp.optim.warmup_cosine(1.0, warmup_steps=1, steps=2), "did you mean 'warmup'?"),
     "measure": (lambda: pp.measure(SPLIT), "it takes stages, params, example, loss_fn, targets"),
@@ -183,3 +204,30 @@ def test_microbatches_of_a_loader_train():
     assert torch.equal(STEP(PARAMS, inputs, targets)[0], STEP(PARAMS, INPUTS, TARGETS)[0])
     with pytest.raises(ValueError, match="got 0 microbatches"):
         pp.Microbatches.from_iterator(loader, 4)
+
+
+@pytest.mark.parametrize(
+    ("line", "pattern"),
+    [
+        ("from ppfunc import Trainr", "module 'ppfunc' has no attribute 'Trainr'; did you mean 'Trainer'"),
+        ("from ppfunc.stage.engines import grap", "'grap'; did you mean 'graph'"),
+        ("from ppfunc import PipelineTrainer", "did you mean 'ppfunc.integrations.transformers'"),
+        ("from ppfunc.integrations import pipeline", "dir.ppfunc.integrations. lists its names"),
+    ],
+)
+def test_an_import_of_an_unknown_name_is_answered_as_the_attribute(line, pattern):
+    with pytest.raises(ImportError, match=pattern):
+        exec(line)
+    exec("from ppfunc import measurement")  # a module without a name at the door is imported as ever
+
+
+def test_a_property_that_raises_is_no_unknown_name():
+    @naming_attributes
+    class Thing:
+        @property
+        def broken(self):
+            return [].missing
+
+    with pytest.raises(AttributeError, match="^'list' object has no attribute 'missing'$"):
+        Thing().broken  # noqa: B018
+    assert not hasattr(Thing(), "__deepcopy__") and deepcopy(Thing())

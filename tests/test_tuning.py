@@ -137,7 +137,8 @@ def test_where_nothing_fits_only_the_smallest_is_worked_out():
     tight = pp.tune(**arguments(**options, memory=1))
     assert len(tight.rows) == 1 and not tight.rows[0].fits
     with pytest.raises(
-        ValueError, match=f"of 1 rows worked out.* and {tight.waiting} candidates left may need less"
+        ValueError,
+        match=f"of 1 rows worked out.* and {tight.waiting} others, not worked out, may need less: give more",
     ):
         tight.best  # noqa: B018
     assert repr(tight) == f"Tuning(rows=1, fit=0, waiting={tight.waiting}, complete=True)"

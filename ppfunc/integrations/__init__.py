@@ -5,3 +5,7 @@
 ``ppfunc.integrations.torchtitan``      an object for ``pipelining_fn`` of torchtitan
 ======================================  ============================================================
 """
+
+from ppfunc._lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, {"": "torchtitan transformers"})

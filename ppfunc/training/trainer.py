@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from ppfunc._checks import naming_arguments, not_copied
+from ppfunc._checks import naming_arguments, naming_attributes, not_copied
 from ppfunc.runtime import (
     InProcess,
     LoweredFunction,
@@ -126,6 +126,7 @@ def _along(schedule: Schedule) -> set[tuple[int, int]]:
 
 
 @naming_arguments
+@naming_attributes
 class Trainer:
     """Trains a pipeline by pure functions of a state.
 

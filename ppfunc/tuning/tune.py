@@ -585,7 +585,8 @@ class Tuning:
             if self.rows:
                 why = (
                     f"the smallest of {len(self.rows)} rows worked out needs {max(self.rows[0].peaks):,}"
-                    f" bytes, and {self.waiting} candidates left may need less"
+                    f" bytes, and {self.waiting} others, not worked out, may need less: give more memory or"
+                    " ranks"
                 )
             raise ValueError(f"memory: got {self.memory:,} bytes a rank, in which nothing fits; {why}")
         return self.rows[0]
@@ -610,7 +611,8 @@ class Tuning:
         if not self.rows:
             refused += "".join(f"\n{name}: {why}" for name, why in self.refused.items())
         none = "" if not rows or rows[0].fits else f"nothing fits in {amount(self.memory, 'B')} a rank; "
-        return f"{text}\n{none}{more}{self.waiting} candidates were left{refused}{end}"
+        left = f"{self.waiting} others, slower or too large by an estimate, were not worked out"
+        return f"{text}\n{none}{more}{left if self.waiting else 'no others'}{refused}{end}"
 
     _repr_pretty_ = show_table
 

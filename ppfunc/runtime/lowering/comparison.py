@@ -39,6 +39,7 @@ def differences(facts: Iterable[tuple[Any, Mapping[Any, Any]]]) -> Iterator[tupl
 
 
 _MENDS = {
+    "lowered, not run": "call the same functions in the same order, lower() too",
     "steps ended": "go on from the same point: load the same checkpoint on every rank, and make a new P2P()",
     "step function": "make the same step functions in the same order, and call the same one",
     "schedule": "make the same schedule, with the same arguments",
@@ -65,7 +66,7 @@ def require_same_terms(mine: str, theirs: str, rank: int, other: int, of: str = 
         return
     pairs = zip_longest(mine.split("; "), theirs.split("; "), fillvalue="nothing")
     here, there = map("; ".join, zip(*[(a, b) for a, b in pairs if a != b], strict=True))
-    mend = next((mend for term, mend in _MENDS.items() if term in here), "be given the same")
+    mend = next((mend for term, mend in _MENDS.items() if term in here + there), "be given the same")
     raise AgreementError(
         f"the ranks disagree{of}: rank {rank} has {here}, rank {other} has {there}; every rank must {mend}"
     )

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import Graph, Node
 
-from ppfunc._checks import naming_arguments, not_copied
+from ppfunc._checks import naming_arguments, naming_attributes, not_copied
 from ppfunc.schedule import Costs, Instruction, Op, Schedule, parts_of
 from ppfunc.schedule.costs import OF_A_STAGE, require_costs
 from ppfunc.schedule.dataflow import Dataflow
@@ -76,6 +76,7 @@ class Cost(NamedTuple):
         return sum(self)
 
 
+@naming_attributes
 class Shown:
     """Shows the step that a step function runs for some arguments.
 
@@ -98,6 +99,7 @@ class Shown:
         """Return the program of every rank of this process, its stages, and its messages with their bytes."""
         return "\n".join(_text(self._lowered))
 
+    @naming_arguments
     def memory_analysis(self) -> Memories:
         """Return the bytes of every rank over the step, by running it on tensors without values.
 
@@ -113,6 +115,7 @@ class Shown:
     def _completed(self, step: LoweredStep, arguments: StepArguments) -> Completed:
         return arguments, {}
 
+    @naming_arguments
     def costs(self, times: Costs | None = None) -> Costs:
         """Return the bytes of the stages of this process as costs of schedules, such as for ``plan``.
 
@@ -126,6 +129,7 @@ class Shown:
         """
         return completed(require_costs(times), self._lowered, self.programs())
 
+    @naming_arguments
     def cost_analysis(self, counter: Callable[[], Any] | None = None) -> dict[int, Cost]:
         """Return floating point operations per rank, by the formulas of torch's flop counter; nothing runs.
 

@@ -23,10 +23,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ppfunc._checks import naming_arguments, require_type
+from ppfunc._checks import naming_arguments, require_type, shown
 
 from ..optim._torch import place_in_file
-from ..update.state import DTYPES
+from ..update.state import DTYPES, TrainState
 from .naming import Names, escaped, listed, named_leaves
 from .peers import CheckpointError, Group, Peers
 from .saving import Leaves, Work, agree, publish, write
@@ -88,6 +88,8 @@ def export(
     """
     if type(most) is not int or most < 1:
         raise ValueError(f"most: got {most!r}, expected a number of bytes")
+    if isinstance(params, TrainState):
+        raise TypeError("params: got a TrainState, expected its parameters alone: state.params")
     with Peers(group) as peers, ExitStack() as stack:
         work = _begin(peers, stack, folder, params, names, on_host, gathered=True)
         files: list[list[str]] = []
@@ -178,7 +180,8 @@ def _begin(
         leaves = named_leaves(params, names, "params")[0]
         for name, leaf in leaves:
             if not isinstance(leaf, Tensor):
-                raise TypeError(f"params: {escaped(name)} is no tensor; leave it out")
+                got = f"{escaped(name)} is no tensor; leave it out" if name else f"got {shown(leaf)}"
+                raise TypeError(f"params: {got}; expected tensors, such as state.params")
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise FileExistsError(f"{target} is there; give another folder, or delete it")
         return target, leaves, {}

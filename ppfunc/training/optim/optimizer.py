@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from optree import PyTreeSpec
 
-from ppfunc._checks import naming_arguments, require_number, require_type, shown
+from ppfunc._checks import naming_arguments, naming_attributes, require_number, require_type, shown
 from ppfunc.stage._torch import versions
 from ppfunc.stage.frozen import ParameterKind
 from ppfunc.stage.signature import differentiable, first_match, names_in, note_patterns, require_reachable
@@ -30,6 +30,7 @@ UpdateLeaves = Callable[[Leaves, Leaves, Leaves, torch.Tensor | None], tuple[Lea
 
 
 @naming_arguments
+@naming_attributes
 class Optimizer(NamedTuple):
     """Pair the functions of an optimizer; any such pair serves as an optimizer.
 
