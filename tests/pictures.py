@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from itertools import combinations
 
 SVG = "{http://www.w3.org/2000/svg}"
-BACKGROUND = {"paper", "track", "level", "tick", "lead", "limit"}  # which no legend explains
+BACKGROUND = {"paper", "track", "level", "tick", "lead", "limit", "band"}  # which no legend explains
 
 
 def require_legible(picture: str) -> ElementTree.Element:
@@ -21,22 +21,24 @@ def require_legible(picture: str) -> ElementTree.Element:
         assert left >= 0 and right <= width and top >= 0 and bottom <= height, (kind, told, left, right)
     for one, other in combinations([box for box in boxes if box[0][0] != "n"], 2):
         assert not covers(one[2:], other[2:]), (one, other)
-    in_legend = {kind for g in root.iter(f"{SVG}g") for kind in classes(g)} - {"point"}
-    drawn = {kind for element in root if element.tag != f"{SVG}g" for kind in classes(element)} - {"point"}
+    entries = [g for g in root.iter(f"{SVG}g") if g.find(f"{SVG}text") is not None]
+    in_legend = {kind for g in entries for kind in classes(g)} - {"point"}
+    drawn = {kind for element in root if element not in entries for kind in classes(element)} - {"point"}
     assert in_legend == drawn - BACKGROUND, (in_legend, drawn)
     return root
 
 
 def classes(element: ElementTree.Element) -> set[str]:
     """The classes of what is drawn there."""
-    drawn = [e for e in element.iter() if e.tag in (f"{SVG}rect", f"{SVG}line", f"{SVG}circle")]
+    shapes = [f"{SVG}{name}" for name in ("rect", "line", "circle", "path")]
+    drawn = [e for e in element.iter() if e.tag in shapes]
     return {kind for e in drawn for kind in e.get("class").split()}
 
 
 def texts(root: ElementTree.Element):
     """Class, content and box of every text."""
     for parent in (root, *root.iter(f"{SVG}g")):
-        x, y = map(float, re.findall(r"[\d.]+", parent.get("transform", "0 0")))
+        x, y = map(float, re.findall(r"[\d.]+", parent.get("transform", "0 0"))[:2])
         for text in parent.findall(f"{SVG}text"):
             kind = text.get("class").split()
             size = 18 if "h" in kind else 11

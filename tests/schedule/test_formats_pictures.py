@@ -565,6 +565,7 @@ def test_edges_of_microbatches_are_drawn_on_request():
     assert "edge" not in plain
     # Microbatch 1 goes through a copy of the encoder and two stages, and back.
     assert drawn.count('<line class="edge"') == 4 + 1 and ">values of microbatch 1<" in drawn  # in the legend
+    assert drawn.rindex("<line") < drawn.index('<text class="n')  # no line over a number
     with pytest.raises(ValueError, match="edges"):
         to_svg(DEALT, edges=[4])
 

@@ -1,5 +1,7 @@
 """A training step from shapes alone: the bytes of what it keeps, by hand, and as processes count them."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,12 +9,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ppfunc as pp
-from ppfunc.runtime.paper.ledger import Memories
+from ppfunc.runtime.paper.memories import Memories
+from ppfunc.schedule import Op
 from ppfunc.schedule.formats.svg import amount
+from ppfunc.schedule.instruction import COMPUTE
 from ppfunc.stage import Signature
 from ppfunc.stage.layout import local
 from ppfunc.stage.tree import tree_leaves, tree_map
 from tests.models import dense, normal, squared
+from tests.pictures import SVG, require_legible
 from tests.storages import LiveStorages
 
 WIDTH, M = 64, 4
@@ -226,8 +231,44 @@ def test_the_memory_of_all_ranks_is_printed_in_a_line_for_each():
         words = line.split()
         assert words[0] == str(rank) and f" {amount(held.peak)}B " in line and str(held.at or "end") in words
         assert line.endswith(f" {amount(held.largest[0].size)}B") and held.largest[0].name in line
-    large = Memories({0: memory[0]._replace(peak=123_456_789)})
+    large = Memories([(0, memory[0]._replace(peak=123_456_789))], memory.schedule)
     assert " 123 MB " in repr(large) == str(large)
+
+
+@pytest.mark.parametrize("schedule", [pp.gpipe(2, M), pp.zbv(2, M), pp.dualpipe(2, M)], ids=lambda s: s.name)
+def test_the_picture_of_the_memory_has_the_bytes_of_every_rank(schedule):
+    stages = len(set(schedule.model_stages))
+    trainer = pp.Trainer([dense] * stages, squared, schedule, pp.optim.adamw(0.1))
+    memories = trainer.lower(params(stages), *batch()).memory_analysis()
+    root = require_legible(memories.to_svg())
+    assert memories._repr_svg_() == memories.to_svg()
+    lanes = [g for g in root.iter(f"{SVG}g") if g.find(f"{SVG}path") is not None]
+    pixels = 48 / max(memory.peak for memory in memories.values())
+    for lane, (rank, memory) in zip(lanes, memories.items(), strict=True):
+        told = f"{amount(memory.peak, 'B')} in {memory.at}"
+        assert told in [t.text for t in root.iter(f"{SVG}text")] and f"rank {rank}: {told}" in root[1].text
+        bars = lane.findall(f"{SVG}rect")
+        assert len(bars) == sum(m.instruction.op in {*COMPUTE, Op.STEP} for m in memory.moments)
+        assert max(float(bar.get("height")) for bar in bars) == pytest.approx(memory.peak * pixels, abs=0.01)
+        highest, *_, lowest = lane.findall(f"{SVG}path")
+        levels = [[float(y) for y in re.findall(r"V([\d.]+)", p.get("d"))] for p in (highest, lowest)]
+        sizes = [
+            (sum(m.after), m.after.params + m.after.optimizer + m.after.batch) for m in memory.moments
+        ] + [(0, 0)]
+        for level, size in zip(levels, zip(*sizes, strict=True), strict=True):
+            assert level == pytest.approx([n * pixels for n in size], abs=0.01)
+
+
+def test_the_legend_of_the_memory_has_what_is_held():
+    step = pp.evaluate([dense] * 2, squared, pp.gpipe(2, M))
+    root = require_legible(step.lower(params(), *batch()).memory_analysis().to_svg())
+    assert not {"gradients", "residuals"} & {t.text for t in root.iter(f"{SVG}text")}
+
+
+def test_a_picture_of_the_memory_that_would_be_large_is_not_shown():
+    memories = trainer_of().lower(params(), *batch()).memory_analysis()
+    many = Memories(((r, m._replace(moments=m.moments * 99)) for r, m in memories.items()), memories.schedule)
+    assert many._repr_svg_() is None
 
 
 def test_a_state_in_the_place_of_parameters_is_refused_by_name():

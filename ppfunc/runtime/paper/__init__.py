@@ -4,4 +4,5 @@ analysis.py    LoweredFunction, CompiledFunction   what `step.lower` gives to pe
                memory_of   the calls of a rank, run without values
                OnPaper     ranks of a mesh whose processes do not exist: lowered, never run
   ledger.py      Ledger      notes what lives
+  memories.py    Memories    the bytes of every rank, as a table and as a picture
 """

@@ -56,7 +56,8 @@ from ..running.compile import CompiledStep, bind, build_programs, compile_step
 from ..running.execute import collect, fill
 from ..values.arguments import LaidOut, StepArguments
 from ..values.buffers import Buffers, Key, Leaves, Tag
-from .ledger import Ledger, Memories, Memory
+from .ledger import Ledger, Memory
+from .memories import Memories
 
 Completed = tuple[StepArguments, Mapping[str, Any]]
 """The arguments of a rank, and trees of more that it holds, by kind."""
@@ -103,14 +104,15 @@ class Shown:
     def memory_analysis(self) -> Memories:
         """Return the bytes of every rank over the step, by running it on tensors without values.
 
-        Printed, they are a line for each rank; one of them is its tables.
+        Printed, they are a line for each rank; one of them is its tables. ``.to_svg()`` draws them.
 
         Programs that are compiled are counted as they are traced. A message counts at its sender until that
         has waited for it, at its receiver from when it is expected. Through memory that two processes map
         (see :class:`P2P`) it is held for less time; the copy there does not count.
         """
         step, programs = self._lowered, self.programs()
-        return Memories((rank, memory_of(step, programs, rank, self._completed)) for rank in step.ranks)
+        memories = ((rank, memory_of(step, programs, rank, self._completed)) for rank in step.ranks)
+        return Memories(memories, step.schedule)
 
     def _completed(self, step: LoweredStep, arguments: StepArguments) -> Completed:
         return arguments, {}

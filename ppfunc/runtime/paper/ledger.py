@@ -11,8 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from ppfunc._checks import show_table, table
-from ppfunc.schedule.formats.svg import amount
+from ppfunc._checks import table
 from ppfunc.schedule.instruction import COMMUNICATION, TAIL, Instruction, Op
 from ppfunc.stage._torch import FakeTensor, TorchDispatchMode, without_function_modes, without_modes
 from ppfunc.stage.errors import place_of_call
@@ -142,29 +141,6 @@ class Memory(NamedTuple):
             f"{table(['kind', 'then', 'most'], rows)}\n"
             + table(["bytes", "kind", "stage", "made in", "line", "name"], tensors)
         )
-
-
-class Memories(dict[int, Memory]):
-    """Maps ranks to the memory that they hold; the text has a line for each rank, on consoles, too."""
-
-    def __repr__(self) -> str:
-        """Write of every rank its peak, where that is, the kind with most of it, and the largest tensor."""
-        rows = []
-        for rank, memory in self.items():
-            kind, size = max(memory.held._asdict().items(), key=lambda item: item[1])
-            tensor = memory.largest[0] if memory.largest else Allocation(0, "", None, "", "")
-            rows.append(
-                [
-                    rank,
-                    amount(memory.peak, "B"),
-                    str(memory.at or "the end"),
-                    f"{kind} {amount(size, 'B')}",
-                    " ".join(filter(None, (tensor.name, tensor.line, amount(tensor.size, "B")))),
-                ]
-            )
-        return table(["rank", "peak", "in", "most of it", "largest tensor"], rows)
-
-    _repr_pretty_ = show_table
 
 
 @dataclass(slots=True, eq=False)

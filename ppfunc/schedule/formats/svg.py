@@ -46,10 +46,12 @@ _DARK = f"""
 {_colours(lambda kind: kind.dark)}
 .n.pale {{ fill: #f2f4f8 }}"""
 
-_EDGE, _EDGE_DARK = "\n.edge { stroke: #1c2330; stroke-width: 1.2 }", "\n.edge { stroke: #e8ebf1 }"
+_EDGE = "\n.edge { stroke: #1c2330; stroke-width: 1.2; stroke-opacity: 0.5 }"
+_EDGE_DARK = "\n.edge { stroke: #e8ebf1 }"
+_NUMBER = '<text class="n'
 
 
-_Swatch = tuple[str, float, str]  # a drawing, its width, its label
+Swatch = tuple[str, float, str]  # a drawing, its width, its label
 
 
 class _Scale(NamedTuple):
@@ -106,7 +108,7 @@ def to_svg(schedule: Schedule | Timeline, *, width: float | None = None, edges: 
     timed = {bar.instruction.op for row in whole for bar in row if bar.end > bar.start}
     shades = {s: n for r in range(schedule.ranks) for n, s in enumerate(schedule.stages_of(r))}
     edges = tuple(edges)
-    legend, top = _legend(_swatches(schedule, rows, timed, edges), _LEFT + across + _RIGHT, 72)
+    entries, top = legend(_swatches(schedule, rows, timed, edges), _LEFT + across + _RIGHT, 72)
     high = 30.0 if len(rows) <= 16 or any(bar.instruction.parts for row in rows for bar in row) else 22.0
     scale = _Scale(across / (makespan or 1.0), across, high, top)
     narrow = _narrow(schedule, scale, rows, shades)
@@ -116,7 +118,7 @@ def to_svg(schedule: Schedule | Timeline, *, width: float | None = None, edges: 
     elements = [
         text("ink h", _LEFT, 34, heading),
         text("soft", _LEFT, 56, " · ".join(facts)),
-        *legend,
+        *entries,
         *_axis(scale, timeline),
     ]
     for rank, row in enumerate(rows):
@@ -125,10 +127,11 @@ def to_svg(schedule: Schedule | Timeline, *, width: float | None = None, edges: 
             *_bars(scale, timeline, rank, row, shades, narrow),
             *_whole_bars(scale, timeline, rank, whole[rank]),
         ]
-    drawn = [*_edges(schedule, scale, rows, edges)]
+    if drawn := [*_edges(schedule, scale, rows, edges)]:  # under the numbers
+        elements = sorted([*elements, *drawn], key=lambda element: element.startswith(_NUMBER))
     size = _LEFT + scale.width + _RIGHT, scale.y(len(rows)) + _BOTTOM
     style, dark = (_STYLE + _EDGE, _DARK + _EDGE_DARK) if drawn else (_STYLE, _DARK)
-    return page(heading, _spoken(timeline, facts), *size, style, dark, elements + drawn)
+    return page(heading, _spoken(timeline, facts), *size, style, dark, elements)
 
 
 def _across(schedule: Schedule, rows: list[list[Bar]], makespan: float) -> float:
@@ -184,7 +187,7 @@ def _idle(timeline: Timeline, rank: int) -> str:
     return percent(timeline.idle[rank] / (timeline.makespan or 1), 0)
 
 
-def _legend(swatches: Iterable[_Swatch], width: float, y: float) -> tuple[list[str], float]:
+def legend(swatches: Iterable[Swatch], width: float, y: float) -> tuple[list[str], float]:
     """Return the entries of the legend, in lines of at most ``width`` from ``y``, and where it ends below."""
     x, entries = _LEFT, list[str]()
     for swatch, size, label in swatches:
@@ -199,7 +202,7 @@ def _legend(swatches: Iterable[_Swatch], width: float, y: float) -> tuple[list[s
 
 def _swatches(
     schedule: Schedule, rows: list[list[Bar]], timed: Set[Op], edges: Sequence[int]
-) -> Iterator[_Swatch]:
+) -> Iterator[Swatch]:
     """Yield the entries of the legend."""
     seen = [bar.instruction for row in rows for bar in row]
     kinds = timed | {part.op for i in seen for part in parts_of(i)}
@@ -484,7 +487,7 @@ def _fitted(
 
 def draw(
     points: Sequence[Point], title: str, description: str, width: float | None, across: Axis, upwards: Axis,
-    legend: Mapping[str, str], *, limit: Sequence[tuple[float, str]] = (), key: Sequence[Sequence[str]] = (),
+    meaning: Mapping[str, str], *, limit: Sequence[tuple[float, str]] = (), key: Sequence[Sequence[str]] = (),
 ) -> str:  # fmt: skip
     """Draw points with labels as an SVG file; of points in one place, the labels stand together.
 
@@ -493,7 +496,7 @@ def draw(
         title, description: texts for all readers, and for readers who cannot see the picture.
         width: width of the picture, in pixels from 720 to 100000; by default 900.
         across, upwards: the axes.
-        legend: meaning of the classes; the legend has those that are drawn.
+        meaning: words of the legend for the classes; it has those that are drawn.
         limit: numbers on the axis across with a line, and the label of each.
         key: cells of the lines below, in four columns, the first line their heads.
     """
@@ -501,9 +504,9 @@ def draw(
     require_width(width, 720)
     kinds = {kind for point in points for kind in point.kind.removeprefix("point ").split()}
     signs = {
-        kind: Point(7, 7, "point " * (kind == "over") + kind, "", "") for kind in legend if kind in kinds
+        kind: Point(7, 7, "point " * (kind == "over") + kind, "", "") for kind in meaning if kind in kinds
     }
-    shown, top = _legend([(_mark(sign), 14, legend[kind]) for kind, sign in signs.items()], width, 50)
+    shown, top = legend([(_mark(sign), 14, meaning[kind]) for kind, sign in signs.items()], width, 50)
     top, labels = top + 36, [point.label for point in points if point.label]
     bottom = top + max(440.0, 24.0 * len(labels))
     right = width - min(46 + _LETTER * max(map(len, labels), default=0), 150.0)
