@@ -16,6 +16,7 @@ import torch
 from torch.profiler import record_function
 
 from ppfunc.schedule import Instruction, Op, Schedule, Timeline, parts_of
+from ppfunc.schedule.collector import collector_paused
 from ppfunc.schedule.instruction import COMMUNICATION, SENDS
 from ppfunc.schedule.proof.timeline import timeline_of
 from ppfunc.stage.device import accelerates, record_event, synchronize
@@ -78,6 +79,7 @@ class Recorder:
         return intervals
 
 
+@collector_paused()
 def in_ranges(compiled: CompiledStep) -> CompiledStep:
     """Return the same step, whose instructions are ranges to the profiler of torch that runs.
 
@@ -111,8 +113,10 @@ def in_ranges(compiled: CompiledStep) -> CompiledStep:
             return [*around, f"wait {named(messages.get(awaited, instruction))}"]
         if op in COMMUNICATION:
             return [named(message) for message in step if message.op in COMMUNICATION]
+        if op in _EVALUATED and op not in schedule.ops:
+            return [_EVALUATED[op]]
         if op is Op.REDUCE_TIED:
-            return [str(each) for each in here if each.op is op] or [str(instruction)]
+            return [str(each) for each in here if each.op is op]
         return [*around, str(instruction)]
 
     rows = [(path(place), place, call) for place, call in zip(compiled.places, compiled.calls, strict=True)]
@@ -123,6 +127,10 @@ def in_ranges(compiled: CompiledStep) -> CompiledStep:
             p._replace(instruction=pairs.get(p.instruction, p.instruction)) for (_, p, _), *_ in groups
         ),
     )
+
+
+# Calls of an evaluation that have the place of an instruction which its schedule does not have.
+_EVALUATED = {Op.REDUCE_TIED: "compare tied parameters", Op.STEP: "join losses"}
 
 
 def _run_within(rows: Sequence[tuple[Sequence[str], Call]], buffers: Buffers) -> None:
