@@ -133,6 +133,20 @@ def test_in_one_process_what_computes_is_a_range(tmp_path, kind):
     assert sorted(found) == sorted(expected)
 
 
+def test_an_evaluation_has_no_range_of_an_instruction_that_its_schedule_lacks(tmp_path):
+    """Neither where it joins losses, as a step does, nor where it compares parameters that are tied."""
+    schedule = pp.one_f_one_b(2, 2)
+    params, inputs, targets = problem(2, 2, b=2)
+    trainer = pp.Trainer([dense] * 2, squared, schedule, pp.optim.sgd(0.1), pp.InProcess())
+    arguments = trainer.init(params), inputs, targets
+    _, events, _ = profiled(lambda: trainer.evaluate(*arguments), tmp_path / "a.json")
+    assert [text for text, _ in ranges(events)] == ["0F0", "0F1", "1F0", "1F1", "join"]
+    tied = {0: params[0], 1: params[0]}
+    step = pp.evaluate([dense] * 2, squared, schedule, tied={"w": [(0, "w"), (1, "w")]})
+    _, events, _ = profiled(lambda: step(tied, inputs, targets), tmp_path / "b.json")
+    assert [text for text, _ in ranges(events)] == ["0F0", "0F1", "1F0", "1F1", "compare"]
+
+
 def test_a_profiled_step_can_be_recorded_and_transformed(tmp_path):
     step, arguments, _ = made("grad", pp.zbv(2, 4), pp.InProcess())
     plain = step(*arguments)
@@ -220,3 +234,21 @@ def test_a_profile_and_a_timeline_have_one_axis(tmp_path):
         pp.schedule.FormatError, match=r"profiles\[0\]: got .*, expected the text of a trace of torch"
     ):
         pp.schedule.to_trace(timeline, profiles=[pp.schedule.to_trace(timeline)])
+    for profiles in ({}, b"{}", None, document):
+        with pytest.raises(
+            TypeError, match="profiles: got .*, expected a list of profiles, of one rank each"
+        ):
+            pp.schedule.to_trace(timeline, profiles=profiles)
+    event = {"ph": "X", "name": "of another program"}
+    for malformed in (
+        {"baseTimeNanoseconds": "today"},
+        {"traceEvents": None},
+        {"traceEvents": ["an event"]},
+        {"traceEvents": [event | {"ts": "12"}]},
+        {"traceEvents": [event | {"ts": float("nan")}]},
+        {"baseTimeNanoseconds": float("inf")},
+    ):
+        with pytest.raises(
+            pp.schedule.FormatError, match=r"profiles\[1\]: got .*, expected the text of a tr"
+        ):
+            pp.schedule.to_trace(timeline, profiles=[document, document | malformed])

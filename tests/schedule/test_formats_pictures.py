@@ -430,6 +430,8 @@ def test_a_grid_refuses_what_it_has_no_place_for():
     schedule = gpipe(2, 2)
     with pytest.raises(ValueError, match="0B0 takes no time, so it has no place in a grid"):
         to_grid(simulate(schedule, Costs(backward=0)))
+    with pytest.raises(ValueError, match="0F0 takes no time, so it has no place in a grid"):
+        to_grid(simulate(schedule, Costs(0, 0, 0)), width=100)
     with pytest.raises(ValueError, match="the shortest instruction is too short"):
         to_grid(simulate(schedule, Costs(backward=1e-9)))
     with pytest.raises(ValueError, match="width is 27, expected at least 28 for a grid of 2 ranks"):

@@ -214,6 +214,12 @@ def test_measured_times_give_the_same_figures():
     assert simulate(schedule, measured).ends == timeline.ends
     with pytest.raises(ValueError, match="rank 0 has"):
         timeline_of(schedule, [[]] * 3, [[]] * 3)
+    for wrong in (-1, float("nan")):
+        ends = [[*timeline.ends[0][:-1], wrong], *timeline.ends[1:]]
+        with pytest.raises(
+            ValueError, match=rf"ends\[0\]\[\d+\]: got {wrong}, expected at least the start of"
+        ):
+            timeline_of(schedule, timeline.starts, ends)
 
 
 def test_what_is_no_schedule_is_refused():

@@ -89,21 +89,20 @@ def _lines(schedule: Schedule | Timeline, width: int | None) -> list[str]:
 
 def _in_time(rows: list[list[Bar]], width: int | None) -> list[str]:
     """Draw the lines of a grid on a scale of time, smaller if they would be longer than ``width``."""
+    makespan = max(bar.end for row in rows for bar in row)
     try:
         lines = _in_units(rows)
         if width is None or max(map(len, lines)) <= width:
             return lines
     except ValueError:
-        if width is None:
+        if width is None or not makespan:
             raise
     columns = width - len(f"rank {len(rows) - 1}  ")
     if columns < _LEAST:
         raise ValueError(
             f"width is {width}, expected at least {_LEAST + width - columns} for a grid of {len(rows)} ranks"
         )
-    return _labelled(
-        [_in_columns(row, columns / max(bar.end for row in rows for bar in row), columns) for row in rows]
-    )
+    return _labelled([_in_columns(row, columns / makespan, columns) for row in rows])
 
 
 def _in_units(rows: list[list[Bar]]) -> list[str]:

@@ -14,7 +14,7 @@ metadata and which :func:`from_trace` reads::
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from math import ceil, inf, nextafter
+from math import ceil, inf, isfinite, nextafter
 from typing import Any, NamedTuple, Self
 
 from ppfunc._checks import naming_arguments, shown
@@ -70,7 +70,7 @@ def to_trace(schedule: Schedule | Timeline, *, profiles: Iterable[str | Mapping[
         ValueError: profiles, and times of which it is not known when they were.
         FormatError: a profile is no trace of ``torch.profiler``.
     """
-    if isinstance(profiles, str | Mapping):
+    if isinstance(profiles, str | bytes | Mapping) or not isinstance(profiles, Iterable):
         raise TypeError(f"profiles: got {shown(profiles)}, expected a list of profiles, of one rank each")
     timeline = schedule if isinstance(schedule, Timeline) else simulate(schedule)
     schedule = timeline.schedule
@@ -147,13 +147,15 @@ def _on_axis(timeline: Timeline, number: int, profile: str | Mapping[str, Any]) 
         )
     try:
         document = load(profile) if isinstance(profile, str) else profile
-        since, events = int(document["baseTimeNanoseconds"]), document["traceEvents"]
-    except (KeyError, TypeError, FormatError):
+        later = (int(document["baseTimeNanoseconds"]) - timeline.origin) / 1000
+        for event in document["traceEvents"]:
+            moved = {"ts": event["ts"] + later} if "ts" in event else {}
+            if not isfinite(moved.get("ts", 0)):
+                raise ValueError(f"the time {event['ts']}")
+            yield event | moved | {key: f"{number}: {event[key]}" for key in ("pid", "id") if key in event}
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         expected = "the text of a trace of torch.profiler: read_text() of a file of export_chrome_trace"
-        raise FormatError(f"profiles[{number}]: got {shown(profile)}, expected {expected}") from None
-    for event in events:
-        moved = {"ts": event["ts"] + (since - timeline.origin) / 1000} if "ts" in event else {}
-        yield event | moved | {key: f"{number}: {event[key]}" for key in ("pid", "id") if key in event}
+        raise FormatError(f"profiles[{number}]: got {shown(profile)}, expected {expected}") from error
 
 
 def _data(timeline: Timeline) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Se
 from dataclasses import dataclass
 from itertools import accumulate, chain, compress, product
 from math import inf
-from operator import add, itemgetter, sub
+from operator import add, itemgetter, le, sub
 from typing import Any, NamedTuple
 
 from ppfunc._checks import duration, naming_arguments, percent, require_type, show_table, table
@@ -510,7 +510,7 @@ def timeline_of(
 
     Raises:
         TypeError: not a row of times per rank.
-        ValueError: the number of times is not that of the instructions.
+        ValueError: the number of times is not that of the instructions, or one ends before it starts.
     """
     require_schedule(schedule)
     costs = require_costs(costs).fitting(schedule.stages, schedule.slices)
@@ -529,6 +529,12 @@ def timeline_of(
             raise ValueError(
                 f"rank {rank} has {len(ops)} instructions, got {len(starts[rank])} starts and"
                 f" {len(ends[rank])} ends"
+            )
+        if not all(after := list(map(le, starts[rank], ends[rank]))):
+            n = after.index(False)
+            raise ValueError(
+                f"ends[{rank}][{n}]: got {ends[rank][n]}, expected at least the start of the instruction,"
+                f" {starts[rank][n]}"
             )
         compute = list(map(_BUSY.__contains__, ops))
         begins, stops = (list(compress(times[rank], compute)) for times in (starts, ends))
