@@ -44,8 +44,15 @@ def _add_rank(record: logging.LogRecord) -> bool:
     """Give a record the rank of this process: torch.distributed's, or else torchrun's."""
     distributed = sys.modules.get("torch.distributed")
     known = distributed and distributed.is_available() and distributed.is_initialized()
-    record.rank = distributed.get_rank() if known and distributed else int(os.environ.get("RANK", "0"))
+    told = os.environ.get("RANK", "")
+    record.rank = distributed.get_rank() if known and distributed else int(told) if told.isdigit() else 0
     return True
+
+
+# Without a parent: a file of failures changes nothing of what other handlers are given.
+flight = logging.Logger("ppfunc.control")
+flight.addFilter(_add_rank)
+flight.disabled = True
 
 
 @contextmanager
@@ -61,12 +68,12 @@ def timed(log: Callable[..., None], text: str, *args: object) -> Iterator[None]:
     log(f"{text} in %.3f s", *args, perf_counter() - begun)
 
 
-def _configure(rooms: str | None, flight: str | None) -> None:
+def _configure(rooms: str | None, failures: str | None) -> None:
     """Add the handlers that the environment asks for.
 
     Args:
         rooms: names of rooms, separated by commas.
-        flight: path of the file for failures.
+        failures: path of the file for failures.
 
     Raises:
         ValueError: a room with another name; a file that cannot be written.
@@ -82,13 +89,13 @@ def _configure(rooms: str | None, flight: str | None) -> None:
             room(each).setLevel(logging.INFO if name == bare else logging.DEBUG)
         whole.propagate = False  # else handlers of the root would show them again
         handlers = [(whole, logging.StreamHandler())]
-    if flight:
-        room("control").setLevel(logging.DEBUG)
+    if failures:
+        flight.disabled = False
         try:
-            handlers.append((room("control"), logging.FileHandler(flight)))
+            handlers.append((flight, logging.FileHandler(failures)))
         except OSError as error:
             expected = f"expected the path of a file to write: {error.strerror}"
-            raise ValueError(f"PPFUNC_FLIGHT: got {flight!r}, {expected}") from None
+            raise ValueError(f"PPFUNC_FLIGHT: got {failures!r}, {expected}") from None
     for logger, handler in handlers:
         handler.setFormatter(form)
         logger.addHandler(handler)

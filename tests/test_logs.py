@@ -66,7 +66,7 @@ def test_nothing_is_shown_unless_asked():
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
     flight = tmp_path_factory.mktemp("logs") / "failures.log"
-    text = output(SCRIPT, PPFUNC_LOGS="all,+lowering", PPFUNC_FLIGHT=str(flight), RANK="3")
+    text = output(SCRIPT, PPFUNC_LOGS="all,+lowering,+control", PPFUNC_FLIGHT=str(flight), RANK="3")
     return text, flight.read_text()
 
 
@@ -100,6 +100,23 @@ def test_failures_are_in_the_file_that_the_environment_names(shown):
     lines = shown[1].splitlines()
     assert len(lines) == 2 and all(line in shown[0] for line in lines)
     assert "failed at 1F0" in lines[0] and "last instructions" in lines[1]
+
+
+def test_a_file_of_failures_shows_nothing_elsewhere(tmp_path):
+    """Neither to handlers of the user, nor to those of the rooms that are asked for."""
+    flight = tmp_path / "failures.log"
+    root = "import logging\nlogging.basicConfig(level=logging.WARNING)\n"
+    assert output(root + SCRIPT, PPFUNC_FLIGHT=str(flight)) == "warm\ncold\n"
+    assert len(flight.read_text().splitlines()) == 2
+    told = output(SCRIPT, PPFUNC_FLIGHT=str(flight), PPFUNC_LOGS="planning")
+    assert "ppfunc.planning" in told and "ppfunc.control" not in told
+    assert len(flight.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize("rank", ["", "first"])
+def test_a_rank_that_is_no_number_does_not_stop_the_log(rank):
+    told = output("import ppfunc as pp; pp.plan(2, 4)", PPFUNC_LOGS="planning", RANK=rank)
+    assert re.findall(r"^\[rank0\] .* ppfunc.planning: (\w+)", told, re.MULTILINE) == ["searched", "took"]
 
 
 def test_a_room_that_does_not_exist_is_refused_by_name():

@@ -466,17 +466,21 @@ _LAST = 24  # steps of programs that the log of a failure has
 
 def _log_failure(pipeline: Pipeline, failure: Failure, error: str) -> None:
     """Log a failure on this rank, or of a peer, and the last steps of the programs of this process."""
-    _control.info("%s has failed: %s", pipeline.spec.name, error)
-    if _control.isEnabledFor(logging.DEBUG):
-        programs, text = pipeline.schedule.programs, "none: it was between the programs of two steps"
-        if failure.position is not None:
-            order = [place for place in linearize(pipeline.schedule) if place[0] in pipeline.ranks]
-            end = order.index((failure.rank, failure.position)) + 1
-            steps = order[max(0, end - _LAST) : end]
-            text = " ".join("+".join(map(str, programs[rank][position])) for rank, position in steps)
-            text += f", where it was at {failure.instruction}"
-        ranks = f"rank{'s' * (len(pipeline.ranks) > 1)} {', '.join(map(str, pipeline.ranks))}"
-        _control.debug("last instructions of %s: %s", ranks, text)
+    for log in (_control, _logs.flight):
+        log.info("%s has failed: %s", pipeline.spec.name, error)
+        if log.isEnabledFor(logging.DEBUG):
+            ranks = f"rank{'s' * (len(pipeline.ranks) > 1)} {', '.join(map(str, pipeline.ranks))}"
+            log.debug("last instructions of %s: %s", ranks, _last_steps(pipeline, failure))
+
+
+def _last_steps(pipeline: Pipeline, failure: Failure) -> str:
+    if failure.position is None:
+        return "none: it was between the programs of two steps"
+    order = [place for place in linearize(pipeline.schedule) if place[0] in pipeline.ranks]
+    end = order.index((failure.rank, failure.position)) + 1
+    programs, steps = pipeline.schedule.programs, order[max(0, end - _LAST) : end]
+    text = " ".join("+".join(map(str, programs[rank][position])) for rank, position in steps)
+    return f"{text}, where it was at {failure.instruction}"
 
 
 @contextmanager
