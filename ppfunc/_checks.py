@@ -195,15 +195,18 @@ def naming_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function or a class: Python's own errors for wrong arguments say what would be right.
 
     An unknown or a missing argument is answered by the names of all; an error inside, of an argument that is
-    not as it is annotated, by the name of that argument.
+    not as it is annotated, by the name of that argument. Arguments for True or False are nothing else.
     """
     if isinstance(function, type):
         maker = "__new__" if issubclass(function, tuple) else "__init__"
         setattr(function, maker, naming_arguments(getattr(function, maker)))
         return function
+    flags = {n for n, kind in getattr(function, "__annotations__", {}).items() if kind in (bool, "bool")}
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name in flags.intersection(kwargs):
+            require_type(name, kwargs[name], bool, "True or False")
         try:
             return function(*args, **kwargs)
         except (TypeError, AttributeError) as error:

@@ -231,3 +231,38 @@ def test_a_property_that_raises_is_no_unknown_name():
     with pytest.raises(AttributeError, match="^'list' object has no attribute 'missing'$"):
         Thing().broken  # noqa: B018
     assert not hasattr(Thing(), "__deepcopy__") and deepcopy(Thing())
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    {
+        "has_aux": lambda wrong: made(has_aux=wrong),
+        "return_outputs": lambda wrong: pp.evaluate(SPLIT, squared, SCHEDULE, return_outputs=wrong),
+        "return_norms": lambda wrong: TRAINER.step(STATE, INPUTS, TARGETS, return_norms=wrong),
+        "return_losses": lambda wrong: TRAINER.record(STATE, INPUTS, TARGETS, return_losses=wrong),
+        "return_carry": lambda wrong: TRAINER.steps(STATE, [(INPUTS, TARGETS)], return_carry=wrong),
+        "donate": lambda wrong: pp.optim.adamw(1e-3, donate=wrong),
+        "mapped": lambda wrong: pp.P2P(mapped=wrong),
+        "seconds": lambda wrong: pp.Costs(seconds=wrong),
+        "step": lambda wrong: pp.schedule.append_tail(SCHEDULE, step=wrong),
+    }.items(),
+)
+@pytest.mark.parametrize("wrong", ["yes", 1, None])
+def test_what_is_neither_true_nor_false_is_refused_by_name(name, call, wrong):
+    with pytest.raises(TypeError, match=rf"^{name}: got {wrong!r} of type \w+, expected True or False$"):
+        call(wrong)
+
+
+@pytest.mark.parametrize("engine", [pp.engines.graph, pp.engines.functional, pp.engines.eager])
+def test_a_stage_that_counts_is_refused_in_words_that_hold_for_its_engine(engine):
+    calls = [0]
+
+    def counting(params, x):
+        calls[0] += 1
+        return dense(params, x)
+
+    step = made([counting, dense], engine=engine)
+    with pytest.raises(
+        pp.StageError, match=r"it changes calls\[0\] from 0, and calls of a pure function leave"
+    ):
+        step(PARAMS, INPUTS, TARGETS)

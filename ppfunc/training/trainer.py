@@ -372,6 +372,7 @@ class Trainer:
         after, (metrics,) = _state_and_metrics(update, result)
         return after, metrics
 
+    @naming_arguments
     def steps(
         self, state: TrainState, batches: Sequence[tuple[Any, Any]], *,
         loss_weights: Sequence[LossWeights] | None = None, seed: Seed = None,
@@ -408,6 +409,7 @@ class Trainer:
         after, metrics = _state_and_metrics(*self._run(run, self._rule, state, given, return_norms))
         return after, metrics if return_carry else [each._replace(carry=None) for each in metrics]
 
+    @naming_arguments
     def record(
         self, state: TrainState, inputs: Any, targets: Any = None, *, loss_weights: LossWeights = None,
         seed: Seed = None, extras: Mapping[int, Any] | None = None, carry: Mapping[int, Any] | None = None,

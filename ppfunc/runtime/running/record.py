@@ -87,7 +87,8 @@ def in_ranges(compiled: CompiledStep) -> CompiledStep:
     ``ppfunc 2SEND_F0 to rank 3``. A wait before it has a range of its own, ``ppfunc wait 3RECV_F0 from rank
     2``. Ranges lie within each other where a call serves several instructions, as messages that are posted
     together, and where the parts of an ``OVERLAP_F_B`` run in turn. An instruction without a call, such as a
-    LOAD on the CPU, has no range.
+    LOAD on the CPU, has no range. An evaluation also has ``ppfunc compare tied parameters`` and, of a
+    trainer, ``ppfunc join losses``.
     """
     schedule, ranks = compiled.lowered.schedule, compiled.lowered.ranks
     here = [instruction for rank in ranks for instruction in schedule.instructions(rank)]

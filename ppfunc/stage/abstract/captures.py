@@ -430,7 +430,8 @@ class Watch:
             if isinstance(earlier, tuple) and isinstance(later, tuple) and earlier[1] != "None":
                 raise StageError(
                     stage,
-                    f"it changes {told(path)} from {earlier[1]}, which the program of a trace does not",
+                    f"it changes {told(path)} from {earlier[1]}, and calls of a pure function leave nothing"
+                    " behind",
                     "give it to the stage as its state, and return the new value",
                 )
             place, _, entry = path.rpartition("[")  # lists grow by each evaluation
