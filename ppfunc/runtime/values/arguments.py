@@ -107,11 +107,6 @@ class SequenceCut(NamedTuple):
     lengths: tuple[int, ...] = ()
     axis: int = 0
 
-    def goes_with(self, other: "SequenceCut") -> bool:
-        """Tell whether rows are as many, and as many tokens cut alike: a loss might broadcast others."""
-        same = self.lengths == other.lengths or sum(self.lengths) != sum(other.lengths)
-        return not self.rows or not other.rows or (same and self.rows == other.rows)
-
 
 @naming_arguments
 class Microbatches:
@@ -369,8 +364,7 @@ def form_of(leaves: Sequence[torch.Tensor], treedef: PyTreeSpec) -> Form:
 
 def leaves_like(tree: Any, form: Form) -> list[Any] | None:
     """Return the leaves of ``tree``. Return None if it has another structure than this form."""
-    if form.treedef.is_leaf():  # the guards refuse what is no tensor
-        return [tree]
+
     leaves, treedef = optree.tree_flatten(tree, namespace=NAMESPACE)  # the classes of the form are known
     return leaves if treedef == form.treedef else None
 
@@ -1025,7 +1019,17 @@ def _require_cut(raw: RawArguments, schedule: Schedule) -> None:
             )
         if name == "inputs":
             inputs = cut
-        if name != "inputs" and inputs and cut and not inputs.goes_with(cut):
+        # A loss might broadcast other rows, or as many tokens that are cut otherwise.
+        if (
+            inputs
+            and cut
+            and inputs.rows
+            and cut.rows
+            and (
+                inputs.rows != cut.rows
+                or (inputs.lengths != cut.lengths and sum(inputs.lengths) == sum(cut.lengths))
+            )
+        ):
             raise ValueError(
                 f"{name}: got {cut.rows} rows in slices of {list(cut.lengths)} tokens, the inputs have"
                 f" {inputs.rows} in {list(inputs.lengths)}; cut both alike"

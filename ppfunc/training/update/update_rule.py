@@ -12,7 +12,7 @@ from optree import PyTreeSpec
 
 from ppfunc._checks import require_one_of, require_type, shown
 from ppfunc.runtime.ports.protocols import Collective, Wait
-from ppfunc.runtime.values.arguments import Form, leaves_like
+from ppfunc.runtime.values.arguments import Form
 from ppfunc.runtime.values.buffers import Leaves
 from ppfunc.stage.device import preserve_rng
 from ppfunc.stage.frozen import FrozenLeaves
@@ -341,14 +341,12 @@ def _alike(
     stage: int, name: str, before: Sequence[torch.Tensor], form: Form, new: Tree
 ) -> list[torch.Tensor]:
     """Return the leaves of a tree that the optimizer has made; raise ValueError for another form."""
-    after = leaves_like(new, form)
-    if after is None:  # its keys may be in another order
-        after, structure = tree_flatten(new)
-        if structure != form.treedef:
-            raise ValueError(
-                f"the optimizer has made the structure {structure} of the {name}s of stage {stage},"
-                f" expected {form.treedef} as before; let its update return trees of the form it was given"
-            )
+    after, structure = tree_flatten(new)
+    if structure != form.treedef:
+        raise ValueError(
+            f"the optimizer has made the structure {structure} of the {name}s of stage {stage},"
+            f" expected {form.treedef} as before; let its update return trees of the form it was given"
+        )
     for n, (one, other) in enumerate(zip(before, after, strict=True)):
         if one is other:
             continue
