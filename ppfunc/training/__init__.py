@@ -10,7 +10,7 @@ A step, from the call to the kernel::
     Trainer.step -> the step function (runtime/step), which asks TrainingUpdate.read, and calls for each
     REDUCE_GRAD  TrainingUpdate.reduce -> Reducer.launch: sums over data ranks begin
     between      TrainingUpdate.join: loss and norm of all ranks, which give the factor of the gradients
-    STEP         TrainingUpdate.step -> StageUpdate -> Optimizer.update (optim/elementwise.py) -> kernel
+    STEP         TrainingUpdate.step -> StageUpdate -> Optimizer.update (optim/updates.py) -> kernel
 """
 
 from typing import TYPE_CHECKING

@@ -3,8 +3,8 @@
 Its files::
 
     optimizer.py     Optimizer; chain: clip first; from_updates; ema: an average; by_name: by group
-    elementwise.py   adamw, sgd: by fused kernels, or by formulas where somebody looks through
-    whole.py         muon: on whole matrices
+    updates.py       adamw, sgd: by fused kernels, or by formulas where somebody looks through
+                     muon: on whole matrices
     rates.py         learning rates by the number of updates
     norms.py         norms of gradients, of which each rank has a part; clipping
 """
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from ppfunc._lazy import attach
 
 if TYPE_CHECKING:
-    from .elementwise import adamw as adamw, sgd as sgd
     from .norms import clip_by_global_norm as clip_by_global_norm, global_norm as global_norm
     from .optimizer import (
         Optimizer as Optimizer,
@@ -24,15 +23,14 @@ if TYPE_CHECKING:
         from_updates as from_updates,
     )
     from .rates import linear as linear, warmup_cosine as warmup_cosine
-    from .whole import muon as muon
+    from .updates import adamw as adamw, muon as muon, sgd as sgd
 else:
     __getattr__, __dir__, __all__ = attach(
         __name__,
         {
-            "elementwise": "adamw sgd",
             "norms": "clip_by_global_norm global_norm",
             "optimizer": "Optimizer by_name chain ema from_updates",
             "rates": "linear warmup_cosine",
-            "whole": "muon",
+            "updates": "adamw muon sgd",
         },
     )

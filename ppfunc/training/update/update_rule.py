@@ -38,7 +38,7 @@ from ..optim.optimizer import (
     skipping,
     text_of,
 )
-from ..optim.whole import matrices_by
+from ..optim.updates import matrices_by
 from .precision import Precision
 from .ranks import CutMatrices, TrainingRanks, on_matrices
 
