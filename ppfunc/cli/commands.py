@@ -80,6 +80,7 @@ _SUFFIXES = {
 _WIDE = 160  # columns of a measured grid where there is no terminal
 _FIGURES = ("makespan", "span", "bubble", "span_bubble", "idle", "peak_activations")
 
+_ACTIVATIONS = "activations: those of one microbatch in one rank's share of the model"
 _COLUMNS = (
     "Columns: the makespan in the unit of the costs; the bubble as a share of the makespan, and of the span"
     " (the largest time, over the ranks, from their first start to their last end); the peak of activations"
@@ -89,8 +90,10 @@ _COLUMNS = (
     " count alike, unless costs are given per stage."
 )
 _UNIT = (
-    "Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate`"
-    " takes those of a stage, or with --per rank these."
+    "Columns: time of a step; share that ranks wait, of it and of their span from first to last instruction;"
+    " most activations of a\nrank, in microbatches of its share; messages; copies of parameters; distance to"
+    " the lower bound of the placement.\nCosts are those of a rank's share of the model, also where it holds"
+    " several stages; `ppfunc simulate` takes those of a stage, or with --per rank these."
 )
 _TABLES = {"table": (".txt",), "svg": (".svg",), "json": (".json",)}
 
@@ -163,8 +166,8 @@ def _simulate(options: Options) -> tuple[int, str]:
         return 0, json.dumps(figures | ({"memory": memory} if memory else {}), default=float) + "\n"
     held = f"memory of each rank: {' '.join(f'{float(size):g}' for size in memory)}\n" if memory else ""
     made = "measured" if timeline.measured else "predicted"
-    unit = f"{made}, in seconds" if timeline.seconds else f"by costs per {per}"
-    return 0, f"{timeline}\n{held}times: {unit}\n"
+    unit = f"{made}, in seconds" if timeline.seconds else f"in the unit of the costs per {per}"
+    return 0, f"{timeline}\n{held}times: {unit}\n{_ACTIVATIONS}\n"
 
 
 def _named(name: str) -> str | Schedule:
@@ -234,7 +237,7 @@ def _plan(options: Options) -> tuple[int, str]:
         write(_WRITERS[form](best), out)
     if as_json:
         return 0, json.dumps(_figures(best), default=float) + "\n"
-    return 0, f"{best.placement}: {best}; {best.found}; costs per {per}\n"
+    return 0, f"{best.placement}: {best}; {best.found}; in the units of the costs, per {per}\n"
 
 
 def _figures(best: Plan) -> dict[str, Any]:

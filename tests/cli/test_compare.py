@@ -24,6 +24,8 @@ from ppfunc.schedule import (
 
 SHAPE = ("--ranks", 4, "--microbatches", 8)
 UNIT = """
+Columns: time of a step; share that ranks wait, of it and of their span from first to last instruction; most activations of a
+rank, in microbatches of its share; messages; copies of parameters; distance to the lower bound of the placement.
 Costs are those of a rank's share of the model, also where it holds several stages; `ppfunc simulate` takes those of a stage, or with --per rank these.
 """  # noqa: E501
 

@@ -23,8 +23,8 @@ def test_one_line_says_value_bound_gap_and_what_binds(run):
         "plan", *SMALL, "--cap", 4, "--weight-share", 1, "--placement", "loop", "--objective", "span"
     )
     assert (code, err) == (0, "")
-    figures = "span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4"
-    assert out == f"loop of 1: {figures}; zb_h1; costs per stage\n"
+    figures = "span 27, bound 27 (work, rank 0), optimal, bubble 11.1%, memory 4"
+    assert out == f"loop of 1: {figures}; zb_h1; in the units of the costs, per stage\n"
 
 
 def test_json_has_all_figures(run):

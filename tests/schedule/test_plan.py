@@ -292,6 +292,6 @@ def test_arguments_are_refused():
 
 def test_it_says_what_it_is():
     found = plan(2, 4, Costs(weight_share=1), cap=2, placement="loop", objective="span")
-    assert (
-        repr(found) == "Plan(loop of 1, span 13, bound 13 (work, rank 0), optimal, bubble 0.0769, memory 2)"
-    )
+    assert repr(found) == "Plan(loop of 1, span 13, bound 13 (work, rank 0), optimal, bubble 7.7%, memory 2)"
+    found = plan(2, 4, Costs(*[1e-3] * 3, weight_share=1, seconds=True), cap=2, placement="loop")
+    assert "makespan 13 ms, bound 13 ms (" in str(found)

@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from ppfunc import _logs
-from ppfunc._checks import naming_arguments, require_counts, require_positive
+from ppfunc._checks import naming_arguments, percent, require_counts, require_positive
 from ppfunc.parallel.topology import Placement, explicit, loop, v_shape
 
 from ..collector import collector_paused
@@ -75,10 +75,10 @@ class Plan:
     def __str__(self) -> str:
         proof = "optimal" if self.optimal else f"gap {self.gap:.2%}"
         bubble = self.timeline.span_bubble if self.objective == "span" else self.timeline.bubble
+        value, bound = map(self.timeline.time, (self.value, self.bound.value))
         return (
-            f"{self.objective} {float(self.value):.6g}, "
-            f"bound {float(self.bound.value):.6g} ({self.bound.name}, rank {self.bound.rank}), {proof}, "
-            f"bubble {float(bubble):.4f}, memory {float(max(self.memory)):g}"
+            f"{self.objective} {value}, bound {bound} ({self.bound.name}, rank {self.bound.rank}), {proof}, "
+            f"bubble {percent(bubble)}, memory {float(max(self.memory)):g}"
         )
 
     @property
@@ -139,7 +139,7 @@ def plan(
         which W is apart.
 
     >>> plan(ranks=4, microbatches=8, costs=Costs(weight_share=1), cap=4, placement="loop", objective="span")
-    Plan(loop of 1, span 27, bound 27 (work, rank 0), optimal, bubble 0.1111, memory 4)
+    Plan(loop of 1, span 27, bound 27 (work, rank 0), optimal, bubble 11.1%, memory 4)
     """
     costs = require_costs(costs)
     require_positive(effort=effort)
