@@ -15,6 +15,7 @@ from torch import nn
 
 import ppfunc as pp
 from ppfunc._checks import naming_attributes
+from ppfunc.runtime.lowering.comparison import require_same_terms
 from ppfunc.schedule import F, check, single_chain
 from tests.models import dense, problem, squared
 
@@ -88,6 +89,10 @@ MISTAKES = {
     "a file to export": (lambda: pp.checkpoint.export("no", "a.b"), "got 'a.b' of type str; expected"),
     "a shape of stages": (lambda: pp.eval_shape([dense], PARAMS[0], INPUTS), "got .* list, expected a step"),
     "the loss first": (lambda: made(squared, [dense] * 2), "list, expected .*; the order is stages, loss_fn"),
+    "a rank that lowers alone": (
+        lambda: require_same_terms("seed (0, 0); run", "seed None; lowered, not run", 1, 0),
+        "every rank must call the same functions in the same order, lower() too",
+    ),
     "n_microbatches": (lambda: pp.gpipe(2, n_microbatches=4), "did you mean 'microbatches'?; it takes ranks"),
     "a rise": (lambda: pp.optim.warmup_cosine(1.0, warmup_steps=1, steps=2), "did you mean 'warmup'?"),
     "measure": (lambda: pp.measure(SPLIT), "it takes stages, params, example, loss_fn, targets"),
