@@ -6,6 +6,8 @@ from collections.abc import Collection
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 
 def pairwise(*factors: Collection[Any]) -> list[tuple[Any, ...]]:
     """Cases in which each two values of two factors are together at least once; of several that serve, the
@@ -21,6 +23,14 @@ def pairwise(*factors: Collection[Any]) -> list[tuple[Any, ...]]:
         missing.difference_update(_pairs(case))
         cases.append(tuple(list(values)[n] for values, n in zip(factors, case, strict=True)))
     return cases
+
+
+def by_pairs(*factors: Collection[Any]) -> list[Any]:
+    """Parameters of a test: the whole product of the factors, of which `--large` alone runs what is not in
+    `pairwise`.
+    """
+    few = pairwise(*factors)
+    return [pytest.param(*case, marks=() if case in few else pytest.mark.large) for case in product(*factors)]
 
 
 def _pairs(case: tuple[int, ...]) -> list[Any]:

@@ -12,6 +12,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention
 import ppfunc as pp
 from ppfunc.schedule import dualpipe, forward_only, insert_recomputes, plan, seq1f1b, seq_zb
 from ppfunc.stage.tree import tree_leaves
+from tests.covering import by_pairs
 from tests.models import same_bits
 from tests.storages import LiveStorages
 
@@ -129,9 +130,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("slices", [1, 2, [5, 8, 3]], ids=str)
+@pytest.mark.parametrize("slices, cell, schedule", by_pairs([1, 2, [5, 8, 3]], CELLS, SCHEDULES), ids=str)
 def test_every_schedule_gives_what_the_model_in_one_piece_gives(schedule, cell, slices):
     k = slices if isinstance(slices, int) else len(slices)
     step = pp.value_and_grad(
@@ -150,10 +149,9 @@ def test_every_schedule_gives_what_the_model_in_one_piece_gives(schedule, cell, 
     close(*({s: of_tokens(trees[s]) for s in joined} for trees in (joined, carries)))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("slices", [1, 2, 8])
-@pytest.mark.parametrize("build", [seq1f1b, seq_zb])
+@pytest.mark.parametrize(
+    "build, slices, cell, engine", by_pairs([seq1f1b, seq_zb], [1, 2, 8], CELLS, ENGINES)
+)
 def test_every_engine_gives_what_the_model_in_one_piece_gives(engine, cell, slices, build):
     step = pp.value_and_grad(
         [CELLS[cell]] * STAGES, loss_fn, build(STAGES, SEQUENCES, slices), engine=ENGINES[engine]
@@ -388,9 +386,9 @@ def test_a_stage_may_carry_nothing():
     close(grads[1], torch.func.grad(whole)(PARAMS)[1])
 
 
-@pytest.mark.parametrize("build", [seq1f1b, seq_zb])
-@pytest.mark.parametrize("cell", CELLS)
-@pytest.mark.parametrize("lengths", [[16], [5, 8, 3]], ids=str)
+@pytest.mark.parametrize(
+    "lengths, cell, build", by_pairs([[16], [5, 8, 3]], CELLS, [seq1f1b, seq_zb]), ids=str
+)
 def test_derivatives_along_a_direction_are_the_derivatives_of_the_model_in_one_piece(lengths, cell, build):
     first = {s: INPUTS[:, :1].expand(-1, WIDTH, -1) for s in range(STAGES)} if cell == "linear" else None
     carry = first and {s: pp.microbatch(tree, SEQUENCES) for s, tree in first.items()}

@@ -13,7 +13,7 @@ import ppfunc as pp
 from ppfunc.schedule import one_f_one_b, seq1f1b, seq_zb
 from ppfunc.splitter.cache import closed, opened
 from ppfunc.stage import StageError
-from tests.covering import pairwise
+from tests.covering import by_pairs
 
 WORDS, WIDTH, ROWS, SEQUENCES, TOKENS = 11, 8, 2, 2, 12
 ENGINES = {"graph": pp.engines.graph, "functional": pp.engines.functional, "eager": pp.engines.eager}
@@ -139,7 +139,7 @@ def require_the_gradients_of(model, slices, at, engine=pp.engines.graph, build=s
 
 @pytest.mark.parametrize(
     "engine, at, slices",
-    pairwise([*ENGINES], [2, ["layers.1", "layers.3"], ["head"]], [2, 3, [5, 1, 6]]),
+    by_pairs([*ENGINES], [2, ["layers.1", "layers.3"], ["head"]], [2, 3, [5, 1, 6]]),
     ids=str,
 )
 def test_slices_give_the_gradients_of_the_model_in_one_piece(slices, at, engine):
