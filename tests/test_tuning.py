@@ -280,6 +280,10 @@ def test_an_axis_fits_the_rows(every):
     assert max(places) - min(places) > 300
 
 
+def test_a_picture_without_rows_is_legible(every):
+    assert "1 s</text>" in (picture := replace(every, rows=()).to_svg()) and require_legible(picture)
+
+
 def test_of_what_does_not_fit_the_table_shows_the_smallest(every):
     over = replace(every, rows=tuple(row._replace(fits=False) for row in every.rows))
     over = replace(over, memory=12_345)

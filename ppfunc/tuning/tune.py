@@ -655,7 +655,7 @@ class Tuning:
         limit = [(self.memory, f"limit {amount(self.memory, 'B')}")] if self.memory < inf else []
         told = f", under the {limit[0][1]}" if limit and not bounded else ""
         more = f"; {len(self.rows) - len(rows)} more are over the limit" if len(rows) < len(self.rows) else ""
-        longest = max((point.y for point in points), default=0)
+        longest = max((point.y for point in points), default=1)
         return draw(
             points, "Configurations on paper", str(self), width,
             Axis(f"peak memory of the fullest rank{told}{more}", lambda size: amount(size, "B")),
