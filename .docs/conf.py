@@ -65,6 +65,11 @@ def as_written(app, what, name, obj, options, signature, returns):
     arguments = node.args
     if what in ("method", "class"):
         del (arguments.posonlyargs or arguments.args)[:1]  # self
+    for written in ast.walk(node):  # names of types that stand in quotes
+        if isinstance(written, ast.arg) and isinstance(written.annotation, ast.Constant):
+            written.annotation = ast.Name(str(written.annotation.value))
+    if isinstance(node.returns, ast.Constant):
+        node.returns = ast.Name(str(node.returns.value))
     returned = ast.unparse(node.returns) if node.returns and what != "class" else None
     return f"({ast.unparse(arguments)})", returned
 

@@ -51,6 +51,8 @@ def test_signatures_are_those_of_the_source(pages):
     page = pages["ppfunc.value_and_grad"]
     assert "engine: Engine | Sequence[Engine] = graph," in page
     assert "memory_analysis" in pages["ppfunc.runtime.LoweredFunction"]  # of a base class
+    assert "compile() -> CompiledFunction" in pages["ppfunc.runtime.LoweredFunction"]
+    assert "to_svg()" in (page := pages["ppfunc.runtime.Memories"]) and "setdefault" not in page
     assert "Built-in immutable sequence" not in pages["ppfunc.parallel.Placement"]
 
 

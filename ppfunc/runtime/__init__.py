@@ -28,6 +28,8 @@ if TYPE_CHECKING:
         LoweredFunction as LoweredFunction,
         OnPaper as OnPaper,
     )
+    from .paper.ledger import Allocation as Allocation, Bytes as Bytes, Memory as Memory, Moment as Moment
+    from .paper.memories import Memories as Memories
     from .ports.protocols import Axes as Axes, InProcess as InProcess, Transport as Transport
     from .running.calls import interleaved as interleaved, two_streams as two_streams
     from .step import CacheInfo as CacheInfo, StepFunction as StepFunction
@@ -46,6 +48,8 @@ else:
             "step": "CacheInfo StepFunction",
             "values.errors": "AgreementError PipelineError",
             "paper.analysis": "CompiledFunction LoweredFunction OnPaper",
+            "paper.ledger": "Allocation Bytes Memory Moment",
+            "paper.memories": "Memories",
             "lowering.lower": "Aux StepResult StepSpec lower",
             "running.calls": "interleaved two_streams",
             "transport.p2p": "P2P",
