@@ -17,6 +17,14 @@ from ppfunc.stage._torch import without_modes
 from ppfunc.stage.tree import tree_leaves
 
 
+def kept_bytes(program: Any, params: Any, *arguments: Any) -> int:
+    """Run a forward, and count the bytes that it keeps for its backward, without those of parameters."""
+    _, residuals = program.forward(params, *arguments)
+    mine = {t.untyped_storage()._cdata for t in tree_leaves(params)}
+    sizes = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(residuals)}
+    return sum(size for key, size in sizes.items() if key not in mine)
+
+
 class LiveStorages(TorchDispatchMode):
     """Counts the bytes of storages that are made within, each once, from the operator to its release.
 

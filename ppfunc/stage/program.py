@@ -286,8 +286,7 @@ class StageProgram(NamedTuple):
         flat: the same on flat tuples, which the interpreter calls.
         y: signature of the output.
         aux: signature of the auxiliary output.
-        residual_bytes: bytes of the residuals of one microbatch, each storage counted once and
-            parameters not at all; ``None`` where an engine cannot know it.
+
         random: whether the forward draws random numbers, None where that depends on values; a backward never
             does.
     """
@@ -299,7 +298,6 @@ class StageProgram(NamedTuple):
     flat: FlatProgram
     y: Signature
     aux: Signature
-    residual_bytes: int | None
     random: bool | None
 
 
@@ -332,9 +330,7 @@ class Engine(Protocol):
         """
 
 
-def stage_program(
-    flat: FlatProgram, example: Example, outline: Outline, *, has_aux: bool, residual_bytes: int | None
-) -> StageProgram:
+def stage_program(flat: FlatProgram, example: Example, outline: Outline, *, has_aux: bool) -> StageProgram:
     """Make the program on trees of a program on flat tuples."""
     y, aux = outline.y, outline.aux
     params = example.params.with_grad()  # of each that can have one
@@ -383,9 +379,7 @@ def stage_program(
     def backward_weight(rest: tuple[Any, ...]) -> Any:
         return fill(params, flat.backward_weight(rest))
 
-    return StageProgram(
-        forward, backward, backward_input, backward_weight, flat, y, aux, residual_bytes, outline.random
-    )
+    return StageProgram(forward, backward, backward_input, backward_weight, flat, y, aux, outline.random)
 
 
 def without_aux(loss_fn: Loss) -> Callable[[Any, Any], torch.Tensor]:

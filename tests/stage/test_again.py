@@ -18,7 +18,7 @@ from tests.builders import BUILDERS
 from tests.conftest import few
 from tests.models import attention_block, attention_params, normal, same_bits, squared
 from tests.stage.conftest import by_autograd, through
-from tests.storages import LiveStorages
+from tests.storages import LiveStorages, kept_bytes
 
 D = 8
 LINEAR = torch.ops.aten.linear.default
@@ -141,7 +141,7 @@ def rest_bytes(rest, params):
 def test_by_default_less_is_kept_than_by_autograd(make, d, share):
     program, args = program_of(make, d)
     plain, _ = program_of(make, d, remat="none")
-    assert program.residual_bytes <= share * saved_by_autograd(make, d)
+    assert kept_bytes(program, *args) <= share * saved_by_autograd(make, d)
     results, handed = [], []
     for each in (program, plain):
         torch.manual_seed(1)
@@ -232,7 +232,7 @@ def test_each_stage_has_an_engine_of_its_own():
     schedule, engines = pp.one_f_one_b(4, 2), [graph, graph(remat="none"), graph(remat="full"), graph]
     step = pp.value_and_grad([stage] * 4, squared, schedule, engine=engines)
     lowered = step.lower(dict.fromkeys(range(4), params), x, x)
-    sizes = [p.residual_bytes for (_, m), p in sorted(lowered.programs().items()) if m == 0]
+    sizes = lowered.costs().activation
     assert sizes[1] > 3 * sizes[2]
     with pytest.raises(ValueError, match="got 1 engines, expected one, or 4, one per stage"):
         pp.value_and_grad([stage] * 4, squared, schedule, engine=[graph])
@@ -242,7 +242,7 @@ def test_parameters_name_places_where_a_stage_calls_no_module():
     stage, params, x = wide(4)
     tree = {"h": dict(enumerate(params))}
     sizes = [
-        graph(lambda p, x: stage(p["h"].values(), x), (tree, x), remat=remat).residual_bytes
+        kept_bytes(graph(lambda p, x: stage(p["h"].values(), x), (tree, x), remat=remat), tree, x)
         for remat in ("none", {"h.1|h.3": "full"}, {"h.?": "full"}, {"h.*": "full"})
     ]
     assert sizes[0] > sizes[1] > sizes[2] == sizes[3] == 4 * x.nbytes
@@ -273,7 +273,7 @@ def backward_of(blocks, remat):
         kept = [program.flat.forward(tuple(tree_leaves(params)), (x,), ())[1]]
         with LiveStorages() as counted:
             results = program.flat.backward.function(kept.pop(), (torch.ones_like(x),))
-    return program.residual_bytes, counted.peak - sum(t.nbytes for t in tree_leaves(results))
+    return kept_bytes(program, params, x), counted.peak - sum(t.nbytes for t in tree_leaves(results))
 
 
 def test_a_backward_computes_again_one_block_at_a_time():
@@ -317,5 +317,5 @@ def test_long_chains_are_cut_as_well():
 
     args = (torch.ones(4), torch.randn(2, 4))
     program = graph(chain, args, remat="full")
-    assert program.residual_bytes < 600 * args[1].nbytes / 10
+    assert kept_bytes(program, *args) < 600 * args[1].nbytes / 10
     torch.testing.assert_close(through(program, *args), by_autograd(chain, *args))

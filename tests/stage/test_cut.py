@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+import ppfunc as pp
 from ppfunc.stage import Signature, graph
 from ppfunc.stage.abstract.outline import outline
 from ppfunc.stage.engines.tracing import emit
 from ppfunc.stage.tree import tree_leaves
 from tests.stage.conftest import by_autograd, through
+from tests.storages import kept_bytes
 
 aten = torch.ops.aten
 VIEWS = {
@@ -85,13 +87,14 @@ def storages(tensors):
 
 @pytest.mark.xfail(torch.__version__ < "2.12", reason="abstractly, attention of float64 keeps float32 there")
 @pytest.mark.parametrize("remat", ["none", "full", lambda op, _: "gelu" in str(op)])
-def test_residual_bytes_are_those_of_the_storages_kept(transformer, parts, remat):
+def test_costs_are_the_bytes_of_the_storages_kept(transformer, remat):
     case = transformer(2)
-    program = graph(case.fn, case.args, remat=remat)
-    _, residuals, _ = parts(program, case)
-    mine = storages(optree.tree_leaves(case.args[0]))
-    kept = {at: n for at, n in storages(residuals).items() if at not in mine}
-    assert sum(kept.values()) == program.residual_bytes
+    params, x = case.args
+    step = pp.value_and_grad(
+        [lambda p, x: x * p, case.fn], lambda y, _: y.sum(), pp.gpipe(2, 1), engine=graph(remat=remat)
+    )
+    costs = step.lower({0: torch.ones((), dtype=x.dtype), 1: params}, x, x).costs()
+    assert costs.activation[1] == kept_bytes(graph(case.fn, case.args, remat=remat), params, x)
 
 
 def sliced(w, x):
@@ -156,7 +159,7 @@ def test_no_operator_runs_more_than_twice(transformer, parts, remat):
 def test_full_keeps_what_enters_blocks_alone(transformer, blocks):
     case = transformer(blocks)
     program = graph(case.fn, case.args, remat="full")
-    assert program.residual_bytes == blocks * case.args[1].nbytes
+    assert kept_bytes(program, *case.args) == blocks * case.args[1].nbytes
 
 
 def test_a_predicate_chooses_the_operators(transformer, parts):
@@ -195,7 +198,7 @@ def test_what_a_stage_checkpoints_itself_is_not_kept_either(transformer, parts):
 
     args = (torch.randn(4, 4), torch.randn(2, 4))
     program = graph(fn, args)
-    assert program.residual_bytes == args[1].nbytes
+    assert kept_bytes(program, *args) == args[1].nbytes
     calls, _, _ = parts(program, transformer(1)._replace(fn=fn, args=args))
     assert calls["F"]["exp"] == calls["B"]["exp"] == 1
 

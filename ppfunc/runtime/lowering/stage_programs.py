@@ -123,8 +123,8 @@ class _Evaluated(NamedTuple):
         evaluation, symbolic = numbers(self.outline), self.programs[0]
         example = Example.of(call.example, call.device, targeted=call.function.targeted)
         functions: Any = symbolic.flat
-        flat, size = FlatProgram(*(f.at(numbers) for f in functions)), numbers(symbolic.residual_bytes)
-        program = stage_program(flat, example, evaluation, has_aux=True, residual_bytes=size)
+        flat = FlatProgram(*(f.at(numbers) for f in functions))
+        program = stage_program(flat, example, evaluation, has_aux=True)
         return self._replace(outline=evaluation, programs=[program], sizes=call.sizes, range=None)
 
 

@@ -348,8 +348,8 @@ def contiguous(tensors: Iterable[torch.Tensor | None]) -> tuple[Any, ...]:
     return tuple(None if t is None else awaited(t).resolve_conj().resolve_neg().contiguous() for t in tensors)
 
 
-def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[..., StageProgram]:
-    """Make an engine of ``build(stage, example, **options) -> (program, bytes of its residuals)``."""
+def engine(build: Callable[..., FlatProgram]) -> Callable[..., StageProgram]:
+    """Make an engine of ``build(stage, example, **options) -> program``."""
 
     @wraps(build)
     def program_of(
@@ -378,8 +378,8 @@ def engine(build: Callable[..., tuple[FlatProgram, int | None]]) -> Callable[...
         outline = outline or _outline_of(fn, example, has_aux=has_aux, name=name, device=device)
         stage = DifferentiableStage(fn, described, outline, has_aux, name)
         with hold_interrupts():
-            flat, size = build(stage, example, **options)
-        return stage_program(flat, described, stage.outline, has_aux=has_aux, residual_bytes=size)
+            flat = build(stage, example, **options)
+        return stage_program(flat, described, stage.outline, has_aux=has_aux)
 
     return program_of
 

@@ -160,10 +160,10 @@ def _graph(
     remat: "Remat",
     compile: bool,
     dynamic: bool,
-) -> tuple[FlatProgram, int]:
+) -> FlatProgram:
     """Trace a stage, and cut its trace in programs. Whoever varies sizes asks for ``dynamic=False``."""
     # A tenth of this package, for stages that are traced.
-    from .tracing.cut import cut_for, residual_bytes
+    from .tracing.cut import cut_for, require_known_sizes
     from .tracing.emit import programs, without_onednn
     from .tracing.joint import clean, require_same, trace
 
@@ -184,8 +184,8 @@ def _graph(
         for node in joint.graph.nodes:  # its casts are operators of the trace
             node.meta["within"] = without_autocast
     blocks = cut_for(joint, remat, name, leaf_names(example.params))
-    flat = programs(blocks, name, compile, _unread(joint, example))
-    return flat, residual_bytes(joint, blocks.residuals, name)
+    require_known_sizes(joint, blocks.residuals, name)
+    return programs(blocks, name, compile, _unread(joint, example))
 
 
 def _unread(joint: "Joint", example: Example) -> tuple[str, ...]:
@@ -209,7 +209,7 @@ Backward = Callable[[tuple[Any, ...], Leaves], tuple[Gradients, Gradients]]
 
 
 @engine
-def functional(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[FlatProgram, None]:
+def functional(stage: DifferentiableStage, example: tuple[Any, ...]) -> FlatProgram:
     """Differentiate a stage by ``torch.func.vjp`` at every forward.
 
     Control flow may depend on values, and the programs nest under ``vmap``, ``jvp`` and ``grad``.
@@ -235,7 +235,7 @@ def functional(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[Fl
 
 
 @engine
-def eager(stage: DifferentiableStage, example: tuple[Any, ...]) -> tuple[FlatProgram, None]:
+def eager(stage: DifferentiableStage, example: tuple[Any, ...]) -> FlatProgram:
     """Differentiate a stage by the tape of autograd, a new tape per forward.
 
     For ``torch.utils.checkpoint`` (``use_reentrant=False``), modules under ``torch.compile``,
@@ -262,7 +262,7 @@ def _checked_program(
     instead: str,
     stage: DifferentiableStage,
     example: tuple[Any, ...],
-) -> tuple[FlatProgram, None]:
+) -> FlatProgram:
     """Make the program of a stage, and run it once, to find out whether the stage can be differentiated.
 
     ``by`` names the way, and ``instead`` is the advice if it refuses.
@@ -304,7 +304,7 @@ def _checked_program(
             )
             instead = f"{other_engine('eager')}, or graph"
         raise StageError(stage.name, reason, instead) from error
-    return FlatProgram(forward, backward, backward_input, lambda gparams: gparams), None
+    return FlatProgram(forward, backward, backward_input, lambda gparams: gparams)
 
 
 def _by_vjp(stage: DifferentiableStage) -> tuple[Forward, Backward]:

@@ -212,21 +212,15 @@ def waited_late(body: Iterable[Node]) -> Iterator[Node]:
     yield from waits
 
 
-def residual_bytes(joint: Joint, residuals: Nodes, name: str) -> int:
-    """Count the bytes of the storages of ``residuals``, each once, without the storages of parameters.
-
-    Raises:
-        StageError: one is sparse.
-    """
-    owners = set(map(root, residuals)) - set(joint.params)
-    if not all(map(is_dense, owners)):
+def require_known_sizes(joint: Joint, residuals: Nodes, name: str) -> None:
+    """Raise StageError for residuals whose memory cannot be counted before a step runs: sparse tensors."""
+    if not all(map(is_dense, set(map(root, residuals)) - set(joint.params))):
         raise StageError(
             name,
             "its backward needs a sparse tensor that its forward makes, whose size is not known without"
             " values",
             f'use graph(remat="full"), which makes it again, or {other_engine("functional")}',
         )
-    return sum(n.meta["val"].untyped_storage().nbytes() for n in owners)
 
 
 # -- what the backward computes again
