@@ -32,7 +32,7 @@ from ppfunc.schedule import (
     to_csv,
     to_json,
 )
-from ppfunc.schedule.builders.loops import group_size
+from ppfunc.schedule.builders.patterns import group_size
 from ppfunc.schedule.costs import Costs
 from ppfunc.schedule.instruction import COMMUNICATION, COMPUTE, SHARDING, TAIL, Op, parts_of
 from ppfunc.schedule.passes.running import linearize

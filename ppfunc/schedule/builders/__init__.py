@@ -6,14 +6,14 @@ from collections.abc import Callable
 from ppfunc._checks import require_type, suggestion
 
 from ..schedule import Schedule
-from .bidirectional import chimera as chimera, dualpipe as dualpipe, dualpipev as dualpipev
-from .deepspeed import (
+from .patterns import (
+    chimera as chimera,
     data_parallel as data_parallel,
+    decode as decode,
     deepspeed_inference as deepspeed_inference,
     deepspeed_train as deepspeed_train,
-)
-from .loops import (
-    decode as decode,
+    dualpipe as dualpipe,
+    dualpipev as dualpipev,
     gpipe as gpipe,
     inference as inference,
     interleaved_1f1b as interleaved_1f1b,
@@ -22,10 +22,12 @@ from .loops import (
     one_f_one_b as one_f_one_b,
     seq1f1b as seq1f1b,
     seq_zb as seq_zb,
+    v_half as v_half,
+    v_min as v_min,
     zb_h1 as zb_h1,
     zb_h2 as zb_h2,
+    zbv as zbv,
 )
-from .v_shape import v_half as v_half, v_min as v_min, zbv as zbv
 from .zero_bubble import zbv_greedy as zbv_greedy, zero_bubble as zero_bubble
 
 BUILDERS: dict[str, Callable[..., Schedule]] = {

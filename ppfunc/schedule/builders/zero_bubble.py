@@ -23,7 +23,7 @@ from ..planner.replay import (
     schedule_of,
 )
 from ..schedule import Schedule
-from .v_shape import v_half, v_min, zbv
+from .patterns import v_half, v_min, zbv
 
 
 @naming_arguments
