@@ -651,12 +651,12 @@ class Source:
                 if traced is None:
                     traced = self._trace(form, inputs, device, compute, mapped, before)
                 self._label(traced)
-                if self.output:  # what other stages make is left out
-                    kept = (
-                        not isinstance(r, Node) or r.meta.get("stage") == self.last for r in traced.results
+                if self.output:
+                    results = tuple(
+                        NotKept(Tensor) if isinstance(r, Node) and r.meta.get("stage") != self.last else r
+                        for r in traced.results
                     )
-                    pairs = zip(traced.results, kept, strict=True)
-                    traced = traced._replace(results=tuple(r if own else NotKept(Tensor) for r, own in pairs))
+                    traced = traced._replace(results=results)
                 for node, home in zip(traced.carried, before.homes if before else (), strict=True):
                     node.meta["stage"] = home
                 parts = cut(traced, self.stages, self._homes, self.encoder)

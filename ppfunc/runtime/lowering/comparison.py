@@ -133,19 +133,15 @@ def require_alike(by_rank: Mapping[int, Mapping[str, str]], axis: str) -> None:
             )
 
 
-_data_axes: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()  # of trainers that shard parameters
-
-
-def note_data_axis(mesh: DeviceMesh, axis: str) -> None:
-    """Note the axis of a mesh over which a trainer keeps parts of parameters."""
-    _data_axes[mesh] = axis
+# The axis of a mesh over which a trainer keeps parts of parameters.
+DATA_AXES: WeakKeyDictionary[DeviceMesh, str] = WeakKeyDictionary()
 
 
 def require_whole_parameters(form: StepForm) -> None:
     """Raise ValueError for parameters of which this data rank holds a part, which no stage gathers."""
     for name, leaf in form.leaves():
         layout, mesh = leaf.layout, leaf.layout.mesh if leaf.layout is not None else None
-        axis = None if mesh is None else _data_axes.get(mesh)
+        axis = None if mesh is None else DATA_AXES.get(mesh)
         if layout is None or axis is None or not name.startswith("params["):
             continue
         if layout.placements[layout.axes.index(axis)] != "R":

@@ -284,10 +284,11 @@ def rank_by_rank(
     ranks: int,
     microbatches: int,
     program_of: Callable[[int], Iterable[Instruction]],
+    slices: int = 0,
 ) -> Schedule:
     """Make the schedule of one chain in which rank r runs ``program_of(r)``."""
     require_counts(microbatches=microbatches)
-    return single_chain(name, placement, microbatches, map(program_of, range(ranks)))
+    return single_chain(name, placement, microbatches, map(program_of, range(ranks)), slices=slices)
 
 
 def require(name: str, got: object, holds: bool, expected: str, mend: str) -> None:
@@ -349,9 +350,13 @@ def group_size(ranks: int, microbatches: int, chunks: int, group: int | None = N
         sizes = (n for n in range(ranks, microbatches + 1) if n % slices == 0)
         return next(n for n in sizes if not _stalls(ranks, microbatches, chunks, n))
     require_counts(group=group)
-    moves = not _stalls(ranks, microbatches, chunks, group)
-    mend = f"pass group={microbatches}, or one that leaves no small last group"
-    require("group", group, moves, "groups that do not stall the pipeline", mend)
+    require(
+        "group",
+        group,
+        not _stalls(ranks, microbatches, chunks, group),
+        "groups that do not stall the pipeline",
+        f"pass group={microbatches}, or one that leaves no small last group",
+    )
     return group
 
 
@@ -407,8 +412,7 @@ def seq1f1b(ranks: int, sequences: int, slices: int = 2, chunks: int = 1) -> Sch
         mine = [F(chunk * ranks + r, m) for chunk, m in forwards]
         return alternate(mine, [[B(chunk * ranks + r, m)] for chunk, m in backwards], warm_up)
 
-    programs = map(program_of, range(ranks))
-    return single_chain("seq1f1b", loop(ranks, chunks), sequences * slices, programs, slices=slices)
+    return rank_by_rank("seq1f1b", loop(ranks, chunks), ranks, sequences * slices, program_of, slices)
 
 
 @naming_arguments
@@ -443,8 +447,7 @@ def seq_zb(ranks: int, sequences: int, slices: int = 2, chunks: int = 1) -> Sche
         mine = [F(chunk * ranks + r, m) for chunk, m in forwards]
         return delayed_weights(mine, [(chunk * ranks + r, m) for chunk, m in backwards], warm_up, delay=r)
 
-    programs = map(program_of, range(ranks))
-    return single_chain("seq_zb", loop(ranks, chunks), sequences * slices, programs, slices=slices)
+    return rank_by_rank("seq_zb", loop(ranks, chunks), ranks, sequences * slices, program_of, slices)
 
 
 @naming_arguments
@@ -471,8 +474,7 @@ def decode(ranks: int, sequences: int, slices: int = 2) -> Schedule:
     require_counts(2, ranks=ranks)
     require_counts(sequences=sequences, slices=slices)
     order = [n * slices + j for j in range(slices) for n in range(sequences)]
-    programs = ([F(rank, m) for m in order] for rank in range(ranks))
-    made = single_chain("decode", loop(ranks), sequences * slices, programs, slices=slices)
+    made = rank_by_rank("decode", loop(ranks), ranks, len(order), lambda r: (F(r, m) for m in order), slices)
     return replace(made, skips=((ranks - 1, 0),))
 
 
@@ -518,13 +520,12 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
 
     def program_of(r: int) -> Iterator[Instruction]:
         letters = _pattern(r, ranks, max(2 * ranks - 1, microbatches))
-        left = {}
-        for letter in set(letters):
-            stage = r if letter.isupper() else 2 * ranks - 1 - r
-            left[letter] = map(partial(Instruction, Op(letter.upper()), stage), range(microbatches))
-        for letter in letters:
-            if instruction := next(left[letter], None):  # else it is surplus
-                yield instruction
+        stages = {letter: r if letter.isupper() else 2 * ranks - 1 - r for letter in letters}
+        left = {
+            letter: map(partial(Instruction, Op(letter.upper()), stage), range(microbatches))
+            for letter, stage in stages.items()
+        }
+        yield from filter(None, (next(left[letter], None) for letter in letters))  # without the surplus
 
     return rank_by_rank("zbv", v_shape(ranks), ranks, microbatches, program_of)
 
@@ -611,18 +612,16 @@ def from_pattern(name: str, placement: Placement, microbatches: int, slots: Sequ
             gradient of the second and of the first.
     """
     require_counts(microbatches=microbatches)
-    last = len(placement) - 1
-    pattern = [_repeat(r, last - r, microbatches, mine) for r, mine in enumerate(slots)]
+    pattern = [_repeat(r, len(placement) - 1 - r, microbatches, mine) for r, mine in enumerate(slots)]
     programs = _drain(_squeeze(pattern, placement), pattern, len(placement))
     return single_chain(name, placement, microbatches, programs)
 
 
 def _repeat(first: int, second: int, microbatches: int, slots: Slots) -> SlotNumbers:
     """Place the slots of a rank unmoved; weight gradients take free slots, first in first out."""
-    kinds = ((F, first), (F, second), (I, second), (I, first))
     times = {
         op(s, m): slot + PERIOD * m
-        for (op, s), slot in zip(kinds, slots, strict=True)
+        for op, s, slot in zip((F, F, I, I), (first, second, second, first), slots, strict=True)
         for m in range(microbatches)
     }
     taken = {time: i for i, time in times.items()}
@@ -772,8 +771,13 @@ def dualpipev(ranks: int, microbatches: int) -> Schedule:
         deepseek-ai/DualPipe, ``dualpipev.py``; Sea AI Lab, "Cut-in-half", 2025.
     """
     require_counts(ranks=ranks, microbatches=microbatches)
-    fits = microbatches >= 2 * ranks
-    require("microbatches", microbatches, fits, f"at least 2 * ranks = {2 * ranks}", "split the batch finer")
+    require(
+        "microbatches",
+        microbatches,
+        microbatches >= 2 * ranks,
+        f"at least 2 * ranks = {2 * ranks}",
+        "split the batch finer",
+    )
 
     def program_of(r: int) -> Iterator[Instruction]:
         up, down = (stream(stage, range(microbatches)) for stage in (r, 2 * ranks - 1 - r))
@@ -830,11 +834,16 @@ def _both_ways(ranks: int, microbatches: int, least: int, expected: str, other: 
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     require("ranks", ranks, ranks % 2 == 0, "an even number", f"use an even number, or {other}")
-    fits = microbatches % 2 == 0 and microbatches >= least
-    require("microbatches", microbatches, fits, expected, "split the batch finer")
-    up, down = range(ranks), range(ranks, 2 * ranks)
+    require(
+        "microbatches",
+        microbatches,
+        microbatches % 2 == 0 and microbatches >= least,
+        expected,
+        "split the batch finer",
+    )
     half = microbatches // 2
-    return Flow(tuple(up), range(half)), Flow(tuple(down), range(half, microbatches))
+    up = Flow(tuple(range(ranks)), range(half))
+    return up, Flow(tuple(range(ranks, 2 * ranks)), range(half, microbatches))
 
 
 class MicrobatchStream(NamedTuple):
@@ -987,12 +996,10 @@ def _inference_steps(stage: int, stages: int, microbatches: int) -> Iterator[Ste
     for step in range(microbatches + stages - 1):
         now = step - stage
         into = (step + stage % 2) % 2
-        out = 1 - into
-        send = (Op.SEND_F, now - 1, out, stage < stages - 1)
+        send = (Op.SEND_F, now - 1, 1 - into, stage < stages - 1)
         receive = (Op.RECV_F, now, into, stage > 0)
         load = (Op.LOAD, now, into, stage in (0, stages - 1))
-        messages = (receive, send) if stage % 2 else (send, receive)
-        wanted = (load, *messages, (Op.F, now, into, True))
+        wanted = (load, *((receive, send) if stage % 2 else (send, receive)), (Op.F, now, into, True))
         yield tuple(
             Instruction(op, stage, m, slot=slot)
             for op, m, slot, holds in wanted
@@ -1025,13 +1032,14 @@ def data_parallel(ranks: int, microbatches: int) -> Schedule:
     """
     require_counts(ranks=ranks, microbatches=microbatches)
     chains = tuple(Flow((r,), range(r * microbatches, (r + 1) * microbatches)) for r in range(ranks))
-    programs = tuple(tuple(_accumulating_steps(r, chain.microbatches)) for r, chain in enumerate(chains))
-    return Schedule("data_parallel", tuple(range(ranks)), chains, programs, replicas=by_place(chains))
-
-
-def _accumulating_steps(stage: int, microbatches: Sequence[int]) -> Iterator[Step]:
-    for m in microbatches:
-        tail = (
-            (Instruction(Op.REDUCE_GRAD, stage), Instruction(Op.STEP, stage)) if m == microbatches[-1] else ()
+    programs = tuple(
+        tuple(
+            (
+                *(Instruction(op, r, m, slot=0) for op in (Op.LOAD, Op.F, Op.B)),
+                *(Instruction(op, r) for op in (Op.REDUCE_GRAD, Op.STEP) if m == chain.microbatches[-1]),
+            )
+            for m in chain.microbatches
         )
-        yield (*(Instruction(op, stage, m, slot=0) for op in (Op.LOAD, Op.F, Op.B)), *tail)
+        for r, chain in enumerate(chains)
+    )
+    return Schedule("data_parallel", tuple(range(ranks)), chains, programs, replicas=by_place(chains))

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ppfunc.runtime import Transport
-from ppfunc.runtime.lowering.comparison import note_data_axis
+from ppfunc.runtime.lowering.comparison import DATA_AXES
 from ppfunc.runtime.lowering.ties import Tied
 from ppfunc.runtime.ports.protocols import Axes, Collective, CollectiveOnPaper, ShardWhat
 from ppfunc.schedule import Schedule
@@ -208,7 +208,7 @@ class TrainingRanks(NamedTuple):
             mesh = mesh[names] if every else None
             # Parts over the axes of experts alone cannot be told from experts.
             if mesh is not None and shard != "none" and not set(names) <= {axes.experts, axes.model}:
-                note_data_axis(mesh, every[-1])
+                DATA_AXES[mesh] = every[-1]
 
         def along(names: tuple[str, ...]) -> Collective:
             return transport.collective(names) if names else Collective()
