@@ -1,6 +1,10 @@
-"""A script of a user of transformers: ``script.py FOLDER STEPS``, with a schedule in a pipeline."""
+"""A script of a user of transformers: ``script.py FOLDER STEPS``, with a schedule in a pipeline.
+
+With a third option the callback of that rank raises after the last step.
+"""
 
 import json
+import os
 import sys
 
 import torch
@@ -26,7 +30,13 @@ def accuracy(prediction):
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
-def main(folder, steps, schedule=None):
+class Failing(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **others):
+        if state.global_step == state.max_steps:
+            raise RuntimeError("no disk")
+
+
+def main(folder, steps, schedule=None, fails=None):
     args = transformers.TrainingArguments(
         output_dir=folder, max_steps=int(steps), per_device_train_batch_size=2, gradient_accumulation_steps=4,
         learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, lr_scheduler_type="constant_with_warmup",
@@ -39,6 +49,8 @@ def main(folder, steps, schedule=None):
         trainer = transformers.Trainer(model_of(), args, **data)
     else:
         trainer = PipelineTrainer(model_of(), args, **data, schedule=schedule)
+    if fails is not None and fails == os.environ["RANK"]:
+        trainer.add_callback(Failing())
     trainer.train(resume_from_checkpoint=int(steps) > 6)
     scores = trainer.evaluate(), trainer.predict(rows(3)).predictions.tolist()
     trainer.save_model(folder)

@@ -79,11 +79,19 @@ def trained(trainer):
     return [[entry["loss"], entry["grad_norm"]] for entry in history] + [[scores["eval_loss"]]]
 
 
-def both(kind, folder, pipelined=PipelineTrainer, plain=transformers.Trainer, schedule="1f1b", **more):
+def both(
+    kind,
+    folder,
+    pipelined=PipelineTrainer,
+    plain=transformers.Trainer,
+    schedule="1f1b",
+    callbacks=None,
+    **more,
+):
     results = []
     for trainer, options in ((plain, {}), (pipelined, {"schedule": schedule, "stages": 4})):
         torch.manual_seed(0)
-        data = {"train_dataset": rows(kind), "eval_dataset": rows(kind, 5)}
+        data = {"train_dataset": rows(kind), "eval_dataset": rows(kind, 5), "callbacks": callbacks}
         results.append(trained(trainer(kind(), arguments(folder, **more), **data, **options)))
     return results
 
@@ -165,6 +173,23 @@ def test_two_processes_train_save_and_resume(fresh, store_port, tmp_path, capsys
     }
 
 
+def told(rank, size, port, *options):
+    """Return what a script raises, and what the error says."""
+    try:
+        return run_script(rank, size, port, *options)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("saves", [False, True])
+def test_what_a_callback_raises_is_told_to_the_other_ranks(saves, fresh, store_port, tmp_path):
+    options = "3" if saves else "2", "1f1b", "1"
+    first, second = fresh(2)(told, store_port, SCRIPT, str(tmp_path), *options, timeout=200)
+    assert second == "RuntimeError: no disk"
+    assert first.startswith("PipelineError: rank 1 failed outside its program: RuntimeError: no disk")
+
+
 @pytest.mark.parametrize(
     "more, options, text",
     [
@@ -211,6 +236,83 @@ def test_training_asks_a_loss_of_the_user_for_no_outputs(tmp_path):
         given = arguments(tmp_path, max_steps=2, prediction_loss_only=True)
         losses.append(kind(llama(), given, train_dataset=rows(llama), **options).train().training_loss)
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+def test_a_loss_that_is_set_on_the_trainer_is_taken(tmp_path):
+    losses = []
+    for kind, options in ((transformers.Trainer, {}), (PipelineTrainer, {"stages": 2})):
+        torch.manual_seed(0)
+        trainer = kind(llama(), arguments(tmp_path, max_steps=2), train_dataset=rows(llama), **options)
+        trainer.compute_loss = lambda model, inputs, **others: 3 * model(**inputs).loss
+        losses.append(trainer.train().training_loss)
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+
+
+class Freezing(transformers.TrainerCallback):
+    """Trains another layer from the third step on."""
+
+    def on_step_end(self, args, state, control, model=None, **others):
+        for n, layer in enumerate(model.model.layers):
+            layer.requires_grad_((n == 1) is (state.global_step > 1))
+
+
+def test_layers_are_frozen_between_steps(tmp_path):
+    plain, pipelined = both(llama, tmp_path, callbacks=[Freezing()])
+    for one, other in zip(plain, pipelined, strict=True):
+        assert other == pytest.approx(one, abs=1e-6)
+
+
+class Failing(transformers.TrainerCallback):
+    """Raises within a step, once."""
+
+    def on_substep_end(self, args, state, control, **others):
+        if state.global_step == 1 and not state.log_history[1:]:
+            state.log_history.append({})
+            raise KeyError("within a step")
+
+
+def test_a_step_that_was_interrupted_leaves_nothing_to_the_next(tmp_path):
+    results = []
+    for kind, options in ((transformers.Trainer, {}), (PipelineTrainer, {"stages": 2})):
+        torch.manual_seed(0)
+        given = arguments(tmp_path, max_steps=2)
+        trainer = kind(llama(), given, train_dataset=rows(llama), callbacks=[Failing()], **options)
+        with pytest.raises(KeyError, match="within a step"):
+            trainer.train()
+        trainer.pop_callback(Failing)
+        results.append(trainer.train().training_loss)
+    assert results[0] == pytest.approx(results[1], abs=1e-6)
+
+
+def test_dropout_draws_the_same_numbers_when_a_run_is_resumed(tmp_path):
+    def dropping():
+        torch.manual_seed(0)
+        config = transformers.BertConfig(**SIZES, num_labels=3)
+        return transformers.BertForSequenceClassification(config)
+
+    losses = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        given = arguments(tmp_path, save_strategy="steps", save_steps=2)
+        trainer = PipelineTrainer(dropping(), given, train_dataset=rows(bert), stages=2)
+        trainer.train(resume_from_checkpoint=resume)
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1]
+    plain = transformers.Trainer(dropping(), arguments(tmp_path), train_dataset=rows(bert))
+    plain.train()
+    assert [entry["loss"] for entry in plain.state.log_history[:-1]] == pytest.approx(losses[0], rel=0.2)
+
+
+def test_batches_of_a_step_with_unlike_inputs_are_refused(tmp_path):
+    data = [row | ({"attention_mask": torch.ones(8)} if n < 4 else {}) for n, row in enumerate(rows(llama))]
+    given = arguments(tmp_path, train_sampling_strategy="sequential")
+    with pytest.raises(ValueError, match="batches of a step: got attention_mask in some alone"):
+        PipelineTrainer(llama(), given, train_dataset=data, stages=2).train()
+
+
+def test_an_optimizer_that_computes_losses_is_refused(tmp_path):
+    model = llama()
+    with pytest.raises(ValueError, match="optimizers: got LBFGS"):
+        PipelineTrainer(model, arguments(tmp_path), optimizers=(torch.optim.LBFGS(model.parameters()), None))
 
 
 def test_a_model_with_nothing_to_train_is_refused(tmp_path):

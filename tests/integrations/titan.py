@@ -193,7 +193,7 @@ def main() -> None:
         "validated": validated,
         "sums": {name: whole(p.detach()).double().sum().item() for name, p in parameters},
     }
-    print(json.dumps(report), flush=True)
+    print(f"\n{json.dumps(report)}\n", end="", flush=True)  # at once: ranks share the file
     torch.distributed.destroy_process_group()
 
 
