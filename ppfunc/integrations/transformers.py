@@ -73,7 +73,7 @@ class _Losses(nn.Module):
         self.hidden, self.with_loss, self.with_outputs = _Hidden(trainer), with_loss, with_outputs
 
     def look(self) -> None:
-        """Show steps what a user's loss names of the trainer: a trace has the values of its attributes."""
+        """Show steps the attributes of the trainer that a user's loss names: a trace has their values."""
         trainer, kinds = self.hidden.trainer, type(self.hidden.trainer).__mro__[::-1]
         users = kinds[kinds.index(PipelineTrainer) + 1 :]
         known = {name: each for kind in users for name, each in vars(kind).items()} | vars(trainer)
