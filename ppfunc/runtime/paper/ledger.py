@@ -20,7 +20,7 @@ from ppfunc.stage.tree import tree_leaves
 _LARGEST = 10
 _WITHIN = "workspace", "again"  # kinds of storages that nothing keeps yet
 _CALLED_AT = ", called at "  # between an operator and its line
-_RUN = str(Path(__file__).with_name("memory.py"))  # which runs the calls
+_RUN = str(Path(__file__).with_name("analysis.py"))  # which runs the calls
 _BUFFER = "aten.empty.memory_format"
 _READ, _PIN = torch.ops.aten._local_scalar_dense.default, torch.ops.aten._pin_memory.default
 _ADD = torch.ops.aten.add.Tensor
