@@ -119,6 +119,7 @@ _ELSEWHERE = {
     "init": "initscale",
     "load": "resume restore",
     "memory_analysis": "memory memorystats",
+    "microbatches": "nummicrobatches nmicrobatches",
     "model": "tp tensor",
     "optimizer": "lr learningrate",
     "per_sample_grad": "vmap",
@@ -136,6 +137,7 @@ _ELSEWHERE = {
     "ppfunc.checkpoint.save": "save savecheckpoint statedict",
     "ppfunc.checkpoint.load": "load loadcheckpoint loadstatedict",
     "ppfunc.integrations.transformers": "pipelinetrainer",
+    "ppfunc.schedule.to_svg": "draw plot render show tosvg visualize",
     "ppfunc.optim.clip_by_global_norm": "clipgradnorm maxgradnorm gradientclipping",
 }
 """Names of other libraries, as letters, by the names here; whole names of another module answer anywhere."""

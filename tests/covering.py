@@ -30,7 +30,14 @@ def by_pairs(*factors: Collection[Any]) -> list[Any]:
     `pairwise`.
     """
     few = pairwise(*factors)
-    return [pytest.param(*case, marks=() if case in few else pytest.mark.large) for case in product(*factors)]
+    return [
+        pytest.param(
+            *case,
+            marks=() if case in few else pytest.mark.large,
+            id="-".join(getattr(value, "__name__", str(value)) for value in case),
+        )
+        for case in product(*factors)
+    ]
 
 
 def _pairs(case: tuple[int, ...]) -> list[Any]:

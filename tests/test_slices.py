@@ -130,7 +130,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("slices, cell, schedule", by_pairs([1, 2, [5, 8, 3]], CELLS, SCHEDULES), ids=str)
+@pytest.mark.parametrize("slices, cell, schedule", by_pairs([1, 2, [5, 8, 3]], CELLS, SCHEDULES))
 def test_every_schedule_gives_what_the_model_in_one_piece_gives(schedule, cell, slices):
     k = slices if isinstance(slices, int) else len(slices)
     step = pp.value_and_grad(
@@ -386,9 +386,7 @@ def test_a_stage_may_carry_nothing():
     close(grads[1], torch.func.grad(whole)(PARAMS)[1])
 
 
-@pytest.mark.parametrize(
-    "lengths, cell, build", by_pairs([[16], [5, 8, 3]], CELLS, [seq1f1b, seq_zb]), ids=str
-)
+@pytest.mark.parametrize("lengths, cell, build", by_pairs([[16], [5, 8, 3]], CELLS, [seq1f1b, seq_zb]))
 def test_derivatives_along_a_direction_are_the_derivatives_of_the_model_in_one_piece(lengths, cell, build):
     first = {s: INPUTS[:, :1].expand(-1, WIDTH, -1) for s in range(STAGES)} if cell == "linear" else None
     carry = first and {s: pp.microbatch(tree, SEQUENCES) for s, tree in first.items()}

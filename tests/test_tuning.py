@@ -280,6 +280,13 @@ def test_an_axis_fits_the_rows(every):
     assert max(places) - min(places) > 300
 
 
+def test_a_picture_is_described_by_its_table_and_times_have_a_unit(every):
+    step, *_ = str(every).splitlines()[1].split("  ")
+    assert re.fullmatch(r"[\d.,]+ (s|ms|µs)", step.strip())
+    described = require_legible(every.to_svg()).find("{http://www.w3.org/2000/svg}desc")
+    assert described.text == str(every)
+
+
 def test_a_picture_without_rows_is_legible(every):
     assert "1 s</text>" in (picture := replace(every, rows=()).to_svg()) and require_legible(picture)
 

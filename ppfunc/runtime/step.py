@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, ParamSpec,
 import torch
 
 from ppfunc import _logs
-from ppfunc._checks import not_copied, with_arguments
+from ppfunc._checks import naming_attributes, not_copied, with_arguments
 from ppfunc.schedule import Schedule, Timeline
 from ppfunc.schedule.passes.running import linearize
 from ppfunc.stage._torch import load_tracer, profiled, transforming, transforms
@@ -70,6 +70,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@naming_attributes
 class StepFunction(Generic[P, R]):
     """Runs a step and caches its compiled programs by the form of the arguments.
 

@@ -11,7 +11,7 @@ from itertools import chain, compress, pairwise
 from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple
 
-from ppfunc._checks import naming_arguments, require_index, require_type
+from ppfunc._checks import naming_arguments, naming_attributes, require_index, require_type
 from ppfunc.parallel.topology import stages_of
 
 from .collector import collector_paused
@@ -50,6 +50,7 @@ class Flow(NamedTuple):
 
 
 @naming_arguments
+@naming_attributes
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """The programs of all ranks as one value: hashable, comparable, with a stable digest.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ppfunc._checks import naming_arguments, not_copied, require_stages, require_type
+from ppfunc._checks import naming_arguments, naming_attributes, not_copied, require_stages, require_type
 from ppfunc.stage._torch import version
 from ppfunc.stage.abstract.captures import READS
 from ppfunc.stage.constants import with_constants, without_constants
@@ -42,6 +42,7 @@ Params = Mapping[int, Mapping[str, Tensor]]
 Init = Callable[[str, Tensor, torch.Generator], object]
 
 
+@naming_attributes
 @dataclass(frozen=True, eq=False)
 class Split:
     """A model cut into stages.

@@ -603,15 +603,20 @@ class Tuning:
 
     def __str__(self) -> str:
         rows = self.rows[: sum(r.fits for r in self.rows) + _OVER]
-        cells = [[r.seconds, r.bound, amount(max(r.peaks), "B"), str(r), r.binds] for r in rows]
+        time = partial(duration, most=max((row.seconds for row in rows), default=1))
+        cells = [
+            [time(r.seconds), r.bound and time(r.bound), amount(max(r.peaks), "B"), str(r), r.binds]
+            for r in rows
+        ]
         more = f"{len(self.rows) - len(rows)} more do not fit; " if len(rows) < len(self.rows) else ""
         end = "" if self.complete else "; interrupted"
-        text = table(["seconds", "bound", "peak", "configuration", "what binds"], cells)
+        text = table(["step", "bound", "peak", "configuration", "what binds"], cells)
         refused = f", {len(self.refused)} refused" if self.refused else ""
         if not self.rows:
             refused += "".join(f"\n{name}: {why}" for name, why in self.refused.items())
         none = "" if not rows or rows[0].fits else f"nothing fits in {amount(self.memory, 'B')} a rank; "
-        left = f"{self.waiting} others, slower or too large by an estimate, were not worked out"
+        why = ", slower or too large by an estimate," if self.complete else ""
+        left = f"{self.waiting} others{why} were not worked out"
         return f"{text}\n{none}{more}{left if self.waiting else 'no others'}{refused}{end}"
 
     _repr_pretty_ = show_table

@@ -138,9 +138,7 @@ def require_the_gradients_of(model, slices, at, engine=pp.engines.graph, build=s
 
 
 @pytest.mark.parametrize(
-    "engine, at, slices",
-    by_pairs([*ENGINES], [2, ["layers.1", "layers.3"], ["head"]], [2, 3, [5, 1, 6]]),
-    ids=str,
+    "engine, at, slices", by_pairs([*ENGINES], [2, ["layers.1", "layers.3"], ["head"]], [2, 3, [5, 1, 6]])
 )
 def test_slices_give_the_gradients_of_the_model_in_one_piece(slices, at, engine):
     require_the_gradients_of(Causal(), slices, at, ENGINES[engine])

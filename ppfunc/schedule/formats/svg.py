@@ -397,8 +397,8 @@ def text(kind: str, x: float, y: float, content: str) -> str:
 
 
 def escaped(content: str) -> str:
-    """Escape a text for XML; control characters, which XML cannot hold, become ``?``."""
-    return escape("".join(c if c.isprintable() else "?" for c in content), quote=False)
+    """Escape a text of lines for XML; control characters, which XML cannot hold, become ``?``."""
+    return escape("".join(c if c.isprintable() or c == "\n" else "?" for c in content), quote=False)
 
 
 def number(value: float) -> str:

@@ -12,7 +12,15 @@ from math import inf
 from operator import add, itemgetter, le, sub
 from typing import Any, NamedTuple
 
-from ppfunc._checks import duration, naming_arguments, percent, require_type, show_table, table
+from ppfunc._checks import (
+    duration,
+    naming_arguments,
+    naming_attributes,
+    percent,
+    require_type,
+    show_table,
+    table,
+)
 
 from ..collector import collector_paused
 from ..costs import Costs, Number, require_costs
@@ -323,6 +331,7 @@ def take_turns(resume: Callable[[int], None], ready: list[int], past: Sequence[S
             end += _WINDOW
 
 
+@naming_attributes
 @dataclass(frozen=True, repr=False)
 class Timeline:
     """Start and end of every instruction, and the figures that follow from them.
