@@ -3,7 +3,7 @@
 import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from numbers import Rational, Real
 from typing import Any, Self
 
@@ -105,6 +105,7 @@ class Costs:
     reduce_tied: PerStage = 0
     reduce_grad: PerStage = 0
     step: PerStage = 0
+    _: KW_ONLY
     seconds: bool = False
     slices: Sequence["Costs"] = ()
 
@@ -112,8 +113,6 @@ class Costs:
         for name, value in self.numbers.items():
             for number in _values(value):
                 _require(name, number)
-        if not isinstance(self.seconds, bool):
-            raise ValueError(f"seconds is {reprlib.repr(self.seconds)}, expected True or False")
         require_type("slices", self.slices, Sequence, "costs of each slice")
         for n, costs in enumerate(self.slices):
             require_type(f"slices[{n}]", costs, Costs, "Costs(forward=..., ...)")

@@ -243,6 +243,8 @@ def _values(document: Any, names: Sequence[str]) -> dict[str, Any]:
         got = reprlib.repr(document)
         raise ValueError(f"got {got}, expected an object with some of {', '.join(names)}")
     found = {name: _value(name, value) for name, value in document.items() if name != "slices"}
+    seconds = found.get("seconds", False)
+    _require(isinstance(seconds, bool), "seconds", seconds, "true or false")
     if "slices" in document:
         slices = document["slices"]
         _require(isinstance(slices, list), "slices", slices, "a list of costs")

@@ -47,7 +47,7 @@ def test_lists_come_back_as_tuples_and_defaults_stay_out():
     )
     assert Costs().to_json() == "{}" and Costs.from_json("{}") == Costs()
     assert Costs.from_json(Costs(2, seconds=True).to_json()) == Costs(2, seconds=True) != Costs(2)
-    with pytest.raises(ValueError, match="seconds is 1, expected True or False"):
+    with pytest.raises(ValueError, match="seconds: expected true or false, got 1"):
         Costs.from_json('{"seconds": 1}')
     assert Costs(forward=[True + 1, 2]).to_json() == '{"forward": [2, 2]}'
 

@@ -109,7 +109,7 @@ def graph(
     def backward_weight(rest):
         x0, mul_1, = rest
         del rest
-        mul_3 = mul_1.mul(x0)
+        mul_3 = aten_mul_Tensor(mul_1, x0)
         del mul_1, x0
         return (mul_3, )
     <BLANKLINE>

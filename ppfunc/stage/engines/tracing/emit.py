@@ -279,7 +279,9 @@ class _Writer:
         ]
         if call.method:
             return f"{texts[0]}.{call.method}({', '.join(texts[1:])})"
-        return f"{self.object(call.function, 'op')}({', '.join(texts)})"
+        name = str(node.target).removesuffix(".default")  # of an operator, aten.mul.Tensor
+        name = name.replace(".", "_") if "." in name else ""  # results of operators are named mul, mul_1
+        return f"{self.object(call.function, 'op', name)}({', '.join(texts)})"
 
     def value(self, value: Any) -> str:
         """Write an argument."""
@@ -296,11 +298,12 @@ class _Writer:
         )
         return repr(value) if plain else self.object(value, "const")
 
-    def object(self, value: Any, prefix: str) -> str:
-        """Return the global name of an operator or a constant."""
+    def object(self, value: Any, prefix: str, name: str = "") -> str:
+        """Return the global name of an operator or a constant: ``name``, if it is one that is free."""
         if id(value) not in self.known:
-            self.known[id(value)] = name = f"{prefix}{len(self.objects)}"
-            self.objects[name] = value
+            if not name.isidentifier() or name in self.objects:
+                name = f"{prefix}{len(self.objects)}"
+            self.known[id(value)], self.objects[name] = name, value
         return self.known[id(value)]
 
     def source(self, title: str, names: tuple[str, ...]) -> str:
