@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import ppfunc as pp
 from tests.scripts import run_script
@@ -148,7 +149,7 @@ def numbers(history):
 
 
 @pytest.mark.slow
-def test_two_processes_train_save_and_resume(fresh, store_port, tmp_path, capsys):
+def test_two_processes_train_save_and_resume(fresh, tmp_path, capsys):
     """The second run takes the checkpoint of one process, and one process that of two."""
     from tests.integrations.script import main
 
@@ -156,9 +157,10 @@ def test_two_processes_train_save_and_resume(fresh, store_port, tmp_path, capsys
     for steps in ("6", "9"):
         main(str(folders[0]), steps)
         alone = results(capsys.readouterr().out)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # keeps where ranks were
         of_ranks = [
             results(text)
-            for text in fresh(2)(run_script, store_port, SCRIPT, str(folders[1]), steps, "zbv", timeout=300)
+            for text in fresh(2)(run_script, store.port, SCRIPT, str(folders[1]), steps, "zbv", timeout=300)
         ]
         for history, scores, predictions, same in of_ranks:
             assert same
