@@ -110,37 +110,37 @@ def require_positive(**numbers: Any) -> None:
 
 
 _ELSEWHERE = {
-    "at": "stages numstages nstages",
-    "cap": "memory maxmemory",
-    "compute": "dtype bfone6 fpone6",
+    "at": "stages num_stages n_stages",
+    "cap": "memory max_memory",
+    "compute": "dtype bf16 fp16",
     "context": "cp sp",
     "data": "dp",
     "experts": "ep",
-    "init": "initscale",
+    "init": "init_scale",
     "load": "resume restore",
-    "memory_analysis": "memory memorystats",
-    "microbatches": "nummicrobatches nmicrobatches",
+    "memory_analysis": "memory memory_stats",
+    "microbatches": "num_microbatches n_microbatches",
     "model": "tp tensor",
-    "optimizer": "lr learningrate",
+    "optimizer": "lr learning_rate",
     "per_sample_grad": "vmap",
     "pipe": "pp",
-    "precision": "dtype bfone6 fpone6 amp mixedprecision",
-    "psum": "allreduce",
-    "psum_scatter": "reducescatter",
-    "remat": "recompute activationcheckpointing",
-    "schedule": "gradientaccumulationsteps microbatches nummicrobatches",
+    "precision": "dtype bf16 fp16 amp mixed_precision",
+    "psum": "all_reduce",
+    "psum_scatter": "reduce_scatter",
+    "remat": "recompute activation_checkpointing",
+    "schedule": "gradient_accumulation_steps microbatches num_microbatches",
     "seed": "rng key generator",
-    "sequences": "microbatches nummicrobatches",
-    "step": "train fit trainbatch",
-    "update": "apply applyupdates",
+    "sequences": "microbatches num_microbatches",
+    "step": "train fit train_batch",
+    "update": "apply apply_updates",
     "value_and_grad": "grad",
-    "ppfunc.checkpoint.save": "save savecheckpoint statedict",
-    "ppfunc.checkpoint.load": "load loadcheckpoint loadstatedict",
-    "ppfunc.integrations.transformers": "pipelinetrainer",
-    "ppfunc.schedule.to_svg": "draw plot render show tosvg visualize",
-    "ppfunc.optim.clip_by_global_norm": "clipgradnorm maxgradnorm gradientclipping",
+    "ppfunc.checkpoint.save": "save save_checkpoint state_dict",
+    "ppfunc.checkpoint.load": "load load_checkpoint load_state_dict",
+    "ppfunc.integrations.transformers": "PipelineTrainer",
+    "ppfunc.schedule.to_svg": "draw plot render show to_svg visualize",
+    "ppfunc.optim.clip_by_global_norm": "clip_grad_norm max_grad_norm gradient_clipping",
 }
-"""Names of other libraries, as letters, by the names here; whole names of another module answer anywhere."""
+"""Names of other libraries, by the names here; whole names of another module answer anywhere."""
 
 
 def suggestion(name: str, names: Iterable[str]) -> str:
@@ -152,7 +152,7 @@ def suggestion(name: str, names: Iterable[str]) -> str:
     import difflib  # here, because it is needed for errors only
 
     letters, by_letters = _letters(name), {_letters(other): other for other in names}
-    near = [ours for ours, theirs in _ELSEWHERE.items() if letters in theirs.split()]
+    near = [ours for ours, theirs in _ELSEWHERE.items() if letters in map(_letters, theirs.split())]
     near = [ours for ours in near if "." in ours or ours in by_letters.values()]
     near += [by_letters[alike] for alike in difflib.get_close_matches(letters, by_letters, n=1)]
     return f"; did you mean {near[0]!r}?" if near else ""

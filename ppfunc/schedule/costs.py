@@ -35,7 +35,6 @@ OF_THE_MODEL = (  # divided where the model is cut into more stages
     "parameters",
 )
 OF_A_STAGE = ("unshard", "reduce_tied", "reduce_grad", "step", "parameters")  # whatever the microbatches
-SENT = ("communication", "bytes", "bandwidth")
 OF_A_SLICE = (*(name for name in OF_THE_MODEL if name not in OF_A_STAGE), "checkpoint", "bytes")
 
 

@@ -9,7 +9,6 @@
                       cut_for          chooses what the backward computes again
                       additions        finds how long memory is used, and where gradients are added up
     emit.py           TracedFunction   writes a program in Python; runs the one in C++ if it is there
-
                       compiled         has inductor compile a program
                       interleave       runs two programs as one
       native.py         native           writes a program as a table, which ``native.cpp`` runs
